@@ -15,12 +15,12 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from .cache.chains import Chain
+from .columns import TOPS, GrowingColumns
 from .ledger import Ledger
 from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import OpenSample, OpenScore
 from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
-from .outputs.tops import TopColumns
 from .request import GenerateRequest, Request, SamplingParams, ScoreRequest, check_length, check_spans, derive_seed
 from .running.loading import EngineInfo
 from .scheduling.prompts import SharedPrompts
@@ -99,7 +99,7 @@ class Admission:
             banned,
             watch,
             logprobs=None if params.logprobs is None else array("f"),
-            tops=None if params.top_logprobs is None else TopColumns(params.top_logprobs),
+            records=None if params.top_logprobs is None else GrowingColumns(TOPS, params.top_logprobs),
         )
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:

@@ -133,7 +133,7 @@ class Pipeline:
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
         if not self._ledger.is_open(score):
             return []
-        for column, found in zip(score.columns, columns, strict=True):
+        for column, found in zip(score.columns.values(), columns, strict=True):
             column[chunk.start : chunk.end] = found
         if not chunk.reaches_end:
             return []
@@ -196,7 +196,7 @@ class Pipeline:
         if not drawn.is_finite[row]:
             sample.error = _NOT_FINITE
             return "error"
-        sample.append(token, drawn.logprobs[row], self.commit, drawn.tops.get(row))
+        sample.append(token, drawn.logprobs[row], self.commit, drawn.records.get(row))
         if sample.num_told is not None:
             self._ledger.note_growth(sample)
         try:

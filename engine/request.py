@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from trueroll.errors import ConfigError, InvalidRequestError, brief
 
+from .columns import fields, new_columns
+
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
 InFlight: TypeAlias = Literal["drain", "recompute", "abort"]
@@ -313,6 +315,20 @@ class SampleOutput:
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+
+    @classmethod
+    def empty(cls, request_id: str, index: int, seed: int, params: SamplingParams) -> SampleOutput:
+        """A sample that was aborted before it had a token. `seed`: its own."""
+        return cls(
+            request_id=request_id,
+            index=index,
+            token_ids=[],
+            finish_reason="abort",
+            seed=seed,
+            num_cached_tokens=0,
+            weight_versions=(),
+            **fields(new_columns(params.logprobs is not None, params.top_logprobs)),
+        )
 
 
 @dataclass(frozen=True)

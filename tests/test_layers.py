@@ -78,14 +78,14 @@ KERNELS = {
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
-    "request": set(),
+    "columns": set(),
+    "request": {"columns"},
     "config": {"request"},
     "stats": set(),
-    "outputs.tops": set(),
     "outputs.routes": set(),
     "outputs.stop_strings": {"models"},
     "outputs.draw_records": {"request"},
-    "outputs.open_requests": OUTPUTS,
+    "outputs.open_requests": OUTPUTS | {"columns"},
     "cache.memory": set(),
     "cache.lending": {"cache.memory"},
     "cache.pool": set(),
@@ -124,7 +124,7 @@ ENGINE = {
     | {"running.weights"},
     "ledger": OUTPUTS | {"scheduling.sequence"},
     "admission": OUTPUTS
-    | {"cache.chains", "ledger", "running.loading"}
+    | {"cache.chains", "columns", "ledger", "running.loading"}
     | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
     "pipeline": OUTPUTS
     | {"ledger", "running.executor", "running.sampler", "running.step"}
@@ -173,7 +173,7 @@ ROLLOUT = {
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 
-WORDS_OF_THE_ENGINE = {"engine.request", "kernels.spellings"}
+WORDS_OF_THE_ENGINE = {"engine.columns", "engine.request", "kernels.spellings"}
 RUNS_AN_ENGINE = {
     "rollout.worker.process",
     "rollout.tools.verify",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..columns import LOGPROBS, Columns, GrowingColumns, cut, fields, new_columns
 from ..request import FinishReason, GenerateRequest, SampleDelta, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
 from .draw_records import DrawRecord
 from .stop_strings import StopStrings
-from .tops import Top, TopColumns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,10 +25,11 @@ class Commit:
 class OpenSample:
     """One completion in the making.
 
-    `draw`: how its tokens are drawn. `ending_tokens`: those it stops with. `banned`: those again, for draws before
-    `min_tokens`. `logprobs`: None if not asked for. `commits`: each set of weights that produced tokens of it, and how
-    many tokens there were before. `error` says what went wrong, if it ends with that. `joined`: its prompt is computed
-    by another request. `num_told`: the tokens that deltas have told of; None if nobody asked for deltas.
+    `draw`: how its tokens are drawn. `records`: what `top_logprobs` asked for. `ending_tokens`: those it stops with.
+    `banned`: those again, for draws before `min_tokens`. `logprobs`: None if not asked for. `commits`: each set of
+    weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
+    with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
+    None if nobody asked for deltas.
     """
 
     request: GenerateRequest
@@ -43,19 +45,19 @@ class OpenSample:
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
     stop_reason: int | str | None = None
-    tops: TopColumns | None = None
+    records: GrowingColumns | None = None
     joined: bool = False
     num_told: int | None = None
 
-    def append(self, token_id: int, logprob: float, commit: Commit, top: Top | None = None) -> None:
-        """Records a token that the weights of `commit` produced."""
+    def append(self, token_id: int, logprob: float, commit: Commit, record: Sequence[bytes] | None = None) -> None:
+        """Records a token that the weights of `commit` produced. `record`: of each of `records`, if these are kept."""
         if not self.commits or self.commits[-1][0] is not commit:
             self.commits.append((commit, len(self.token_ids)))
         self.token_ids.append(token_id)
         if self.logprobs is not None:
             self.logprobs.append(logprob)
-        if self.tops is not None and top is not None:
-            self.tops.append(top)
+        if self.records is not None and record is not None:
+            self.records.append(record)
 
     @property
     def num_fed(self) -> int:
@@ -70,7 +72,6 @@ class OpenSample:
             request_id=self.request.id,
             index=self.index,
             token_ids=self.token_ids.tolist(),
-            logprobs=None if self.logprobs is None else np.array(self.logprobs, np.float32),
             finish_reason=reason,
             seed=self.seed,
             num_cached_tokens=len(self.request.prompt_token_ids) if self.joined else num_hits,
@@ -78,7 +79,7 @@ class OpenSample:
             error=self.error,
             stop_reason=self.stop_reason,
             routed_experts=routed_experts,
-            **({} if self.tops is None else self.tops.arrays()),
+            **fields(self._columns()),
         )
 
     def take_delta(self) -> SampleDelta:
@@ -90,9 +91,13 @@ class OpenSample:
             self.index,
             start,
             self.token_ids[start:].tolist(),
-            None if self.logprobs is None else np.array(self.logprobs[start:], np.float32),
-            **({} if self.tops is None else self.tops.arrays(start)),
+            **fields(self._columns(start)),
         )
+
+    def _columns(self, start: int = 0) -> Columns:
+        """Those of the tokens from `start` on."""
+        columns = {} if self.logprobs is None else {LOGPROBS.name: np.array(self.logprobs[start:], LOGPROBS.dtype)}
+        return columns if self.records is None else columns | self.records.arrays(start)
 
     def _spans(self) -> tuple[WeightSpan, ...]:
         ends = [start for _, start in self.commits[1:]] + [len(self.token_ids)]
@@ -104,26 +109,27 @@ class OpenSample:
 class OpenScore:
     """A score request in the making, whose columns fill up as chunks are computed.
 
-    `columns`: `logprobs`, and with `top_logprobs` also `entropy`, `top_token_ids` and `top_logprobs` of `ScoreOutput`.
+    `columns`: those of `ScoreOutput`.
     """
 
     request: ScoreRequest
-    columns: tuple[np.ndarray, ...]
+    columns: Columns
 
     @classmethod
     def of(cls, request: ScoreRequest) -> OpenScore:
         """One of which nothing is computed."""
-        rows, k = len(request.token_ids) - 1, request.top_logprobs
-        columns = (np.zeros(rows, np.float32),)
-        if k is not None:
-            tops = np.zeros(rows, np.float32), np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)
-            columns += tops
-        return cls(request, columns)
+        return cls(request, new_columns(True, request.top_logprobs, len(request.token_ids) - 1))
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """All of its log-probs, which the weights of `version` produced; none unless it is complete. `routed_experts`:
         those of all that was fed.
         """
-        logprobs, *tops = self.columns if reason == "stop" else [column[:0] for column in self.columns]
-        spans = (WeightSpan(version, 0, len(logprobs)),) if len(logprobs) else ()
-        return ScoreOutput(self.request.id, logprobs, reason, spans, *tops, routed_experts=routed_experts)
+        columns = self.columns if reason == "stop" else cut(self.columns, 0, 0)
+        rows = len(columns[LOGPROBS.name])
+        return ScoreOutput(
+            request_id=self.request.id,
+            finish_reason=reason,
+            weight_versions=(WeightSpan(version, 0, rows),) if rows else (),
+            routed_experts=routed_experts,
+            **fields(columns),
+        )

@@ -17,7 +17,6 @@ from torch import Tensor
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ...kernels.transfer import HostCopy, to_device
 from ..outputs.draw_records import BASES, DRAW, DrawRecord, divisor
-from ..outputs.tops import Top
 from ..request import Distribution
 from .draws import Draws
 
@@ -30,14 +29,14 @@ _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 
 class Drawn(NamedTuple):
-    """Drawn tokens, in the order of their draws. `is_finite` is false where a token's logit is no number. `tops`: of
-    the draws that asked for it, by their place.
+    """Drawn tokens, in the order of their draws. `is_finite` is false where a token's logit is no number. `records`:
+    the bytes of each of `columns.TOPS`, of the draws that asked for it, by their place.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     is_finite: list[bool]
-    tops: Mapping[int, Top]
+    records: Mapping[int, tuple[bytes, ...]]
 
 
 class Drawing:
@@ -64,14 +63,14 @@ class Drawing:
     def wait(self) -> Drawn:
         """The tokens."""
         token_ids, logprobs, is_finite = (column.wait().tolist() for column in self._columns)
-        return Drawn(token_ids, logprobs, is_finite, self._wait_for_tops())
+        return Drawn(token_ids, logprobs, is_finite, self._wait_for_records())
 
-    def _wait_for_tops(self) -> dict[int, Top]:
+    def _wait_for_records(self) -> dict[int, tuple[bytes, ...]]:
         if not self._statistics:
             return {}
         entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
-        rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
-        return {i: Top(nats, ids[:k].tobytes(), listed[:k].tobytes()) for (i, k), nats, ids, listed in rows if k >= 0}
+        rows = zip(self._recorded, entropy, token_ids.astype(np.int32), logprobs, strict=True)
+        return {i: (nats.tobytes(), ids[:k].tobytes(), top[:k].tobytes()) for (i, k), nats, ids, top in rows if k >= 0}
 
 
 class Sampler:

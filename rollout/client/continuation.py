@@ -14,6 +14,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from ...engine.columns import columns_of, join
 from ...engine.request import SampleOutput, SamplingParams, WeightSpan, seed_before
 from ..protocol import tokens_to_bytes
 
@@ -74,20 +75,13 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
     return replace(
         first,
         token_ids=first.token_ids + rest.token_ids,
-        logprobs=_joined(first.logprobs, rest.logprobs),
-        entropy=_joined(first.entropy, rest.entropy),
-        top_token_ids=_joined(first.top_token_ids, rest.top_token_ids),
-        top_logprobs=_joined(first.top_logprobs, rest.top_logprobs),
         routed_experts=_joined_routes(first.routed_experts, rest.routed_experts),
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
         error=rest.error,
         weight_versions=_joined_spans(first, rest),
+        **join(columns_of(first), columns_of(rest)),
     )
-
-
-def _joined(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
-    return None if first is None or rest is None else np.concatenate((first, rest))
 
 
 def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:

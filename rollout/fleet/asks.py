@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from trueroll.errors import (
     QueueFullError,
     StaleWeightsError,
@@ -22,7 +20,7 @@ from trueroll.errors import (
     WorkerLostError,
 )
 
-from ...engine.request import FinishReason, SampleOutput, SamplingParams, derive_seed, seed_before, seed_of
+from ...engine.request import FinishReason, SampleOutput, derive_seed, seed_before, seed_of
 from .. import protocol
 from ..client.continuation import continuation
 from ..client.requests import Request
@@ -107,12 +105,4 @@ def aborted_scores(request: protocol.GetScores) -> protocol.Scores:
 def empty_sample(request: protocol.Generate, index: int) -> SampleOutput:
     """A sample that was aborted before it had a token."""
     seed = derive_seed(group_seed(request), index)
-    logprobs = None if request.params.logprobs is None else np.zeros(0, np.float32)
-    return SampleOutput("", index, [], logprobs, "abort", seed, 0, (), **_no_tops(request.params))
-
-
-def _no_tops(params: SamplingParams) -> dict[str, Any]:
-    if (k := params.top_logprobs) is None:
-        return {}
-    nothing = np.zeros(0, np.float32)
-    return dict(entropy=nothing, top_token_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32))
+    return SampleOutput.empty("", index, seed, request.params)

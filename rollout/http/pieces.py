@@ -14,6 +14,7 @@ import numpy as np
 
 from trueroll.errors import WorkerLostError
 
+from ...engine.columns import columns_of, cut
 from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan
 from ..client.client import AsyncRolloutClient
 from .answers import STEP_ENTRIES
@@ -194,9 +195,8 @@ def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
 
 def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
     """Its tokens [start, end)."""
-    columns = {name: getattr(delta, name) for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs")}
-    columns = {name: None if column is None else column[start:end] for name, column in columns.items()}
-    return replace(delta, start=delta.start + start, token_ids=delta.token_ids[start:end], **columns)
+    token_ids, columns = delta.token_ids[start:end], cut(columns_of(delta), start, end)
+    return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
 
 class _Told:

@@ -1,5 +1,6 @@
 """The messages between client and worker: `messages` has their fields, `codec` their form on the wire, `arrays` what
-they carry, `growth` a sample put together from them, and `error_codes` the words for errors. Imports no torch.
+they carry, `columns` which fields carry what is recorded of tokens, `growth` a sample put together from them, and
+`error_codes` the words for errors. Imports no torch.
 """
 
 from ...weight_sync.payload.messages import (
@@ -28,7 +29,6 @@ from .arrays import (
     score_output,
     scores_message,
     tokens_to_bytes,
-    top_arrays,
 )
 from .codec import (
     MAX_ELEMENTS,
@@ -148,5 +148,4 @@ __all__ = [
     "score_output",
     "scores_message",
     "tokens_to_bytes",
-    "top_arrays",
 ]

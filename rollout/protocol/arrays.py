@@ -11,8 +11,10 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError, TruerollError, brief
 
+from ...engine.columns import columns_of, fields
 from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan, plain
-from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span, TopArrays
+from .columns import columns_within, fields_for
+from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span
 
 MAX_ERROR_CHARS = 2000
 _BOOLEANS = frozenset((bool, np.bool_))
@@ -45,26 +47,20 @@ def bytes_to_tokens(data: bytes) -> np.ndarray:
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
-def bytes_to_logprobs(data: bytes) -> np.ndarray:
-    """float32 [num_logprobs], writable."""
-    return np.frombuffer(data, "<f4").astype(np.float32)
-
-
 def sample_message(id: str, output: SampleOutput) -> FinishedSample:
     """The message that carries a sample the engine finished of the request `id`."""
     return FinishedSample(
         id=id,
         index=output.index,
         token_ids=np.array(output.token_ids, "<i4").tobytes(),
-        logprobs=None if output.logprobs is None else output.logprobs.astype("<f4").tobytes(),
         finish_reason=output.finish_reason,
         seed=output.seed,
         num_cached_tokens=output.num_cached_tokens,
         weight_versions=_spans(output.weight_versions),
         error=output.error,
         stop_reason=output.stop_reason,
-        tops=_tops(output),
         routed_experts=_routed(output),
+        **fields_for(columns_of(output)),
     )
 
 
@@ -75,8 +71,7 @@ def delta_message(id: str, delta: SampleDelta) -> Delta:
         index=delta.index,
         start=delta.start,
         token_ids=np.array(delta.token_ids, "<i4").tobytes(),
-        logprobs=None if delta.logprobs is None else delta.logprobs.astype("<f4").tobytes(),
-        tops=_tops(delta),
+        **fields_for(columns_of(delta)),
     )
 
 
@@ -84,11 +79,10 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
     """The message that carries a score the engine finished of the request `id`."""
     return Scores(
         id=id,
-        logprobs=output.logprobs.astype("<f4").tobytes(),
         finish_reason=output.finish_reason,
         weight_versions=_spans(output.weight_versions),
-        tops=_tops(output),
         routed_experts=_routed(output),
+        **fields_for(columns_of(output)),
     )
 
 
@@ -103,7 +97,6 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         request_id=message.id,
         index=message.index,
         token_ids=bytes_to_tokens(message.token_ids).tolist(),
-        logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
         finish_reason=message.finish_reason,
         seed=message.seed,
         num_cached_tokens=message.num_cached_tokens,
@@ -111,7 +104,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         error=message.error,
         stop_reason=message.stop_reason,
         routed_experts=_routed_array(message.routed_experts),
-        **top_arrays(message.tops),
+        **fields(columns_within(message)),
     )
 
 
@@ -122,8 +115,7 @@ def sample_delta(message: Delta) -> SampleDelta:
         index=message.index,
         start=message.start,
         token_ids=bytes_to_tokens(message.token_ids).tolist(),
-        logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
-        **top_arrays(message.tops),
+        **fields(columns_within(message)),
     )
 
 
@@ -131,24 +123,11 @@ def score_output(message: Scores) -> ScoreOutput:
     """The scores in a message, as the engine gave them; arrays writable."""
     return ScoreOutput(
         request_id=message.id,
-        logprobs=bytes_to_logprobs(message.logprobs),
         finish_reason=message.finish_reason,
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         routed_experts=_routed_array(message.routed_experts),
-        **top_arrays(message.tops),
+        **fields(columns_within(message)),
     )
-
-
-def top_arrays(tops: TopArrays | None) -> dict[str, np.ndarray]:
-    """`entropy`, `top_token_ids` and `top_logprobs`, as the engine gave them, arrays writable; nothing of None."""
-    if tops is None:
-        return {}
-    shape = len(tops.entropy) // 4, tops.k
-    return {
-        "entropy": bytes_to_logprobs(tops.entropy),
-        "top_token_ids": bytes_to_tokens(tops.token_ids).reshape(shape),
-        "top_logprobs": bytes_to_logprobs(tops.logprobs).reshape(shape),
-    }
 
 
 def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
@@ -170,14 +149,3 @@ def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
     return tuple((span.version, span.start, span.end) for span in versions)
-
-
-def _tops(output: SampleOutput | SampleDelta | ScoreOutput) -> TopArrays | None:
-    if output.entropy is None or output.top_token_ids is None or output.top_logprobs is None:
-        return None
-    return TopArrays(
-        k=output.top_token_ids.shape[1],
-        entropy=output.entropy.astype("<f4").tobytes(),
-        token_ids=output.top_token_ids.astype("<i4").tobytes(),
-        logprobs=output.top_logprobs.astype("<f4").tobytes(),
-    )

@@ -4,9 +4,9 @@ slowly, the client for callers who take slowly.
 
 from __future__ import annotations
 
-from .messages import Delta, FinishedSample, TopArrays
-
-_TOPS = ("entropy", "token_ids", "logprobs")
+from ...engine.columns import TOKENS, Column
+from .columns import bytes_within, fields_of, num_listed
+from .messages import Delta, FinishedSample
 
 
 class Growth:
@@ -17,35 +17,39 @@ class Growth:
 
     def __init__(self, first: Delta) -> None:
         self.id, self.index = first.id, first.index
-        self._has_logprobs, self._k = first.logprobs is not None, first.tops and first.tops.k
-        self._columns = [(bytearray(content), width) for content, width in _columns(first)]
+        self._k = num_listed(first)
+        self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
 
     @property
     def num_tokens(self) -> int:
         """How many are known."""
-        return len(self._columns[0][0]) // 4
+        return len(self._columns[TOKENS]) // 4
 
     def put(self, delta: Delta) -> bool:
         """Adds what is new in a delta. False, and nothing changes, if it differs from what is known or leaves tokens
         out.
         """
         found, num_known = _columns(delta), self.num_tokens - delta.start
-        if num_known < 0 or [width for _, width in found] != [width for _, width in self._columns]:
+        if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
             return False
-        pairs = list(zip(self._columns, found, strict=True))
-        if not all(_agree(known, new, width * delta.start) for (known, width), (new, _) in pairs):
+        widths = {column: column.num_bytes(self._k) for column in found}
+        known = self._columns
+        if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
             return False
-        for (known, width), (new, _) in pairs:
-            known += new[width * num_known :]
+        for column, new in found.items():
+            known[column] += new[widths[column] * num_known :]
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
         """The tokens from `start` on; with `max_bytes` only those which take no more than that, but at least one."""
-        room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(width for _, width in self._columns))
-        token_ids, *others = (bytes(known[width * start : width * (start + room)]) for known, width in self._columns)
-        logprobs = others.pop(0) if self._has_logprobs else None
-        tops = None if self._k is None else TopArrays(k=self._k, **dict(zip(_TOPS, others, strict=True)))
-        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, logprobs=logprobs, tops=tops)
+        widths = {column: column.num_bytes(self._k) for column in self._columns}
+        room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
+        content = {
+            column: bytes(known[widths[column] * start : widths[column] * (start + room)])
+            for column, known in self._columns.items()
+        }
+        token_ids = content.pop(TOKENS)
+        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._k))
 
 
 def delta_of(sample: FinishedSample) -> Delta:
@@ -60,12 +64,9 @@ def delta_of(sample: FinishedSample) -> Delta:
     )
 
 
-def _columns(delta: Delta) -> list[tuple[bytes, int]]:
-    """The arrays of a delta, and the bytes that each has for a token."""
-    columns = [(delta.token_ids, 4)] + ([] if delta.logprobs is None else [(delta.logprobs, 4)])
-    if (tops := delta.tops) is not None:
-        columns += [(tops.entropy, 4), (tops.token_ids, 4 * tops.k), (tops.logprobs, 4 * tops.k)]
-    return columns
+def _columns(delta: Delta) -> dict[Column, bytes]:
+    """The tokens of a delta, and their columns."""
+    return {TOKENS: delta.token_ids, **bytes_within(delta)}
 
 
 def _agree(known: bytearray, new: bytes, start: int) -> bool:

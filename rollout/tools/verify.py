@@ -24,6 +24,7 @@ from rich.table import Table
 
 from trueroll.errors import printable
 
+from ...engine.columns import columns_of
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest
@@ -287,8 +288,7 @@ def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
     """All that is recorded of tokens, which are the last ones of a score, as int32 [num_tokens, width]: ids, and the
     bits of numbers.
     """
-    recorded = (output.logprobs, output.entropy, output.top_token_ids, output.top_logprobs)
-    columns = [column[len(column) - len(token_ids) :] for column in recorded if column is not None]
+    columns = [column[len(column) - len(token_ids) :] for column in columns_of(output).values()]
     bits = [np.ascontiguousarray(column).view(np.int32) for column in columns]
     return np.column_stack([np.array(token_ids, np.int32), *bits])
 

@@ -8,13 +8,11 @@ nothing for those; what was aborted here is computed nowhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from trueroll.errors import StaleWeightsError
 
-from ...engine.outputs.tops import TopColumns
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, derive_seed
 from ..protocol import Generate, GetScores
 
@@ -113,10 +111,7 @@ def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
 def _empty_sample(request: GenerateRequest, index: int) -> SampleOutput:
     assert request.params.seed is not None
     seed = derive_seed(request.params.seed, index)
-    params = request.params
-    logprobs = None if params.logprobs is None else np.empty(0, np.float32)
-    tops: dict[str, Any] = {} if params.top_logprobs is None else TopColumns(params.top_logprobs).arrays()
-    return SampleOutput(request.id, index, [], logprobs, "abort", seed, 0, (), **tops)
+    return SampleOutput.empty(request.id, index, seed, request.params)
 
 
 def _empty_scores(id: str) -> ScoreOutput:

@@ -260,9 +260,7 @@ def test_a_range_of_rows_draws_what_one_row_after_the_other_drew(
     assert expected.logprobs is not None
     assert np.array(drawn.logprobs, np.float32).tobytes() == expected.logprobs[known : known + 4].tobytes()
     if expected.top_token_ids is not None:
-        assert (
-            b"".join(drawn.tops[i].token_ids for i in range(4)) == expected.top_token_ids[known : known + 4].tobytes()
-        )
+        assert b"".join(drawn.records[i][1] for i in range(4)) == expected.top_token_ids[known : known + 4].tobytes()
 
 
 def test_prompts_share_what_stands_for_the_same_content(tiny_llama: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
-from trueroll.engine.outputs.tops import Top
 from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.running.draws import NO_LANE, Draws
 from trueroll.engine.running.sampler import Sampler
@@ -46,7 +45,7 @@ class One(NamedTuple):
     token_id: int
     logprob: float
     is_finite: bool
-    top: Top | None
+    record: tuple[bytes, ...] | None
 
 
 class Draw(NamedTuple):
@@ -66,7 +65,7 @@ def draws_of(each: Sequence[Draw]) -> Draws:
 
 def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[One]:
     drawn = sampler.draw(logits, draws_of(draws)).wait()
-    tops = map(drawn.tops.get, range(len(draws)))
+    tops = map(drawn.records.get, range(len(draws)))
     return [One(*one) for one in zip(drawn.token_ids, drawn.logprobs, drawn.is_finite, tops, strict=True)]
 
 

@@ -162,8 +162,8 @@ def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
     scored = ScoreOutput("a", entropy, "stop", (), **tops)
     scores = protocol.from_worker(protocol.encode(protocol.scores_message("a", scored)))
     assert isinstance(message, protocol.FinishedSample) and isinstance(scores, protocol.Scores)
-    back = protocol.sample_output(message)
-    for found in (protocol.top_arrays(scores.tops), {name: getattr(back, name) for name in tops}):
+    backs = protocol.sample_output(message), protocol.score_output(scores)
+    for found in ({name: getattr(back, name) for name in tops} for back in backs):
         for name, expected in tops.items():
             assert found[name].tobytes() == expected.tobytes() and found[name].dtype == expected.dtype
             assert found[name].shape == expected.shape and found[name].flags.writeable

@@ -1,0 +1,42 @@
+"""Columns: one table by which all parts cut, join and make what is recorded of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from trueroll.engine.columns import COLUMNS, TOPS, GrowingColumns, columns_of, cut, fields, join, new_columns
+from trueroll.engine.request import SampleDelta, SampleOutput, SamplingParams, ScoreOutput
+
+
+@pytest.mark.parametrize("kind", [SampleOutput, SampleDelta, ScoreOutput])
+def test_each_column_is_a_field_of_what_an_engine_gives(kind: type) -> None:
+    assert {column.name for column in COLUMNS} <= {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_grows_token_by_token_is_cut_and_joined_to_the_bit(k: int) -> None:
+    growing, rng = GrowingColumns(TOPS, k), np.random.default_rng(0)
+    rows = [tuple(rng.bytes(column.num_bytes(k)) for column in TOPS) for _ in range(5)]
+    for row in rows:
+        growing.append(row)
+    whole = growing.arrays()
+    assert [values.shape for values in whole.values()] == [(5,), (5, k), (5, k)]
+    assert [values.tobytes() for values in whole.values()] == [b"".join(each) for each in zip(*rows, strict=True)]
+    assert all(values.flags.writeable for values in whole.values())
+    again = join(cut(whole, 0, 2), growing.arrays(2))
+    assert {name: values.tobytes() for name, values in again.items()} == {n: v.tobytes() for n, v in whole.items()}
+
+
+@pytest.mark.parametrize(("logprobs", "k"), [(None, None), ("raw", None), ("raw", 0), ("processed", 4)])
+def test_an_empty_sample_has_what_was_asked_for(logprobs: str | None, k: int | None) -> None:
+    params = SamplingParams.model_validate(dict(logprobs=logprobs, top_logprobs=k))
+    found = columns_of(SampleOutput.empty("r", 2, 7, params))
+    assert found.keys() == new_columns(logprobs is not None, k).keys()
+    assert {name: values.shape[1:] for name, values in found.items() if values.ndim > 1} == (
+        {} if k is None else dict(top_token_ids=(k,), top_logprobs=(k,))
+    )
+    assert all(len(values) == 0 for values in found.values())
+    assert [name for name, values in fields(found).items() if values is not None] == list(found)
