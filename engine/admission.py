@@ -158,7 +158,7 @@ class Admission:
             raise InvalidRequestError(f"token ids: expected at least {minimum}, found {len(token_ids)}")
         _check_vocabulary("token ids", token_ids, self._info)
         check_length(len(token_ids), num_tokens - len(token_ids), self._info.max_model_len)
-        self._scheduler.check_fits(num_tokens)
+        self._scheduler.cache.tables.check_fits(num_tokens)
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:

@@ -179,10 +179,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
-        cache, slots = scheduler.cache, scheduler.states.slots
+        cache, slots = scheduler.cache, scheduler.running.states.slots
         return EngineStats(
             steps=self._pipeline.steps,
-            num_running=len(scheduler.running),
+            num_running=len(scheduler.running.sequences),
             num_waiting=len(scheduler.waiting),
             prefix_queries=scheduler.stats.prefix_queries + admission.joined_tokens,
             prefix_hits=scheduler.stats.prefix_hits + admission.joined_tokens,

@@ -104,9 +104,9 @@ class Pipeline:
 
     def _launch(self, chunks: Chunks) -> _QueuedStep:
         """Queues a step on the device, behind the one under way."""
-        lanes = self._scheduler.lanes
+        lanes = self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
-        copies, block_size = self._scheduler.take_block_copies(), self._scheduler.cache.block_size
+        copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
         self._scheduler.advance(chunks)
         self.steps += 1
@@ -116,7 +116,7 @@ class Pipeline:
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
-        chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.lanes
+        chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes.lanes, takers.decodes.sequences)
         for place, samples in takers.prompts:
             if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
@@ -144,7 +144,7 @@ class Pipeline:
         """Gives each sequence that decodes the tokens of its draws."""
         decodes = takers.decodes
         token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
-        self._scheduler.lanes.accept(decodes.lanes, decodes.sequences, token_ids, counts)
+        self._scheduler.running.lanes.accept(decodes.lanes, decodes.sequences, token_ids, counts)
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives each sample that decodes alone its tokens, up to the one that ends it."""
@@ -185,7 +185,7 @@ class Pipeline:
         for sample in going_on[1:]:
             self._ledger.move(sample, self._scheduler.fork(sequence, sample, sample.token_ids[-1]))
         if going_on:
-            self._scheduler.lanes.begin(sequence, going_on[0], going_on[0].token_ids[-1])
+            self._scheduler.running.lanes.begin(sequence, going_on[0], going_on[0].token_ids[-1])
         elif ended:
             self._scheduler.finish(sequence)
         return ended

@@ -99,8 +99,12 @@ ENGINE = {
     "scheduling.lanes": {"outputs", "scheduling.sequence"},
     "scheduling.recurrent": {"cache.chains", "cache.states", "scheduling.lanes", "scheduling.sequence"},
     "scheduling.scheduler": {"outputs", "cache.chains", "cache.prefix_cache", "cache.routes", "cache.states"}
-    | {"cache.tables"}
+    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "running", "sequence", "starting", "stats", "waiting")},
+    "scheduling.stats": set(),
+    "scheduling.running": {"outputs", "cache.prefix_cache", "cache.states", "cache.tables"}
     | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence", "waiting")},
+    "scheduling.starting": {"cache.chains", "cache.prefix_cache", "cache.routes"}
+    | {f"scheduling.{name}" for name in ("recurrent", "running", "sequence", "stats", "waiting")},
     "scheduling.waiting": {"scheduling.sequence"},
     "scheduling.prompts": {"cache.chains", "request", "scheduling.sequence"},
     "models": {"models"},

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trueroll.errors import InvalidRequestError
+
 from .chains import Entry
 from .pool import Pool
 
@@ -85,6 +87,15 @@ class BlockTables:
             if min(fresh, needed) > pool.num_free_beside(held):
                 return False
         return True
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
+        for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
+            if needed > pool.num_blocks:
+                raise InvalidRequestError(
+                    f"request needs {needed} KV blocks of {self.block_size} tokens for {num_tokens} tokens, but there "
+                    f"are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
+                )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
         """References what a sequence needs to go on from the hits, and `num_new` fresh blocks of each group, which

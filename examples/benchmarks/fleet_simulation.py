@@ -197,8 +197,8 @@ class Worker:
         """Plans a step; how long it takes."""
         scheduler = self._scheduler
         self._chunks = scheduler.schedule()
-        scheduler.take_block_copies()
-        self._takers = takers_of(self._chunks, scheduler.lanes)
+        scheduler.running.take_block_copies()
+        self._takers = takers_of(self._chunks, scheduler.running.lanes)
         scheduler.advance(self._chunks)
         return self.slowness * step_seconds(int((self._chunks.ends - self._chunks.starts).sum()))
 
@@ -208,7 +208,7 @@ class Worker:
         scheduler.publish(chunks)
         decodes = takers.decodes
         drawn = [sample.order[1] for sample in takers.samples[: len(decodes)]]
-        scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn, takers.counts[: len(decodes)])
+        scheduler.running.lanes.accept(decodes.lanes, decodes.sequences, drawn, takers.counts[: len(decodes)])
         ended = []
         for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
             if self._is_over(sample):
@@ -223,7 +223,7 @@ class Worker:
         for sample in going_on[1:]:
             self._scheduler.fork(sequence, sample, sample.order[1])
         if going_on:
-            self._scheduler.lanes.begin(sequence, going_on[0], going_on[0].order[1])
+            self._scheduler.running.lanes.begin(sequence, going_on[0], going_on[0].order[1])
         else:
             self._scheduler.finish(sequence)
         return [sample.group for sample in samples if sample not in going_on]

@@ -143,12 +143,14 @@ class Load:
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
         [pool] = self.cache.tables.pools
-        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), len(self.scheduler.waiting)
+        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running.sequences), len(self.scheduler.waiting)
         seconds = time.process_time() - start
         assert min(gauges) >= 0
         for chunk in chunks:
             if chunk.reaches_end and chunk.sequence is not self.unpublished:
-                self.scheduler.lanes.accept(np.array([chunk.sequence.lane]), [chunk.sequence], [1], np.array([1]))
+                self.scheduler.running.lanes.accept(
+                    np.array([chunk.sequence.lane]), [chunk.sequence], [1], np.array([1])
+                )
         return seconds
 
     def abort_waiting(self) -> float:

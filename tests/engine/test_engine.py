@@ -244,17 +244,17 @@ def test_a_range_of_rows_draws_what_one_row_after_the_other_drew(
     expected = run(make_engine(tiny_llama, backend=backend), [generate("r", tokens(20), **params)])["r", 0]
     engine = make_engine(tiny_llama, backend=backend)
     engine.add(generate("r", tokens(20), **params))
-    while not engine._scheduler.running or engine._scheduler.running[0].num_decoded < 5:
+    while not engine._scheduler.running.sequences or engine._scheduler.running.sequences[0].num_decoded < 5:
         engine.step()
     engine.settle()
-    [sequence], scheduler = engine._scheduler.running, engine._scheduler
+    [sequence], scheduler = engine._scheduler.running.sequences, engine._scheduler
     known, start = sequence.num_decoded, sequence.num_computed
     assert known < 8 and sequence.num_uncomputed == 1, "premise"
     guessed = expected.token_ids[known : known + 3]
     sequence.tokens.extend(guessed)
     scheduler._reserve(sequence, 4, _Plan(64))
     chunks = Chunks([sequence], np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
-    step = plan_step(chunks, scheduler.lanes, takers_of(chunks, scheduler.lanes), [{}], 16)
+    step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [{}], 16)
     drawn = engine._executor.compute(step).wait().drawn
     assert drawn is not None and drawn.token_ids == expected.token_ids[known : known + 4]
     assert expected.logprobs is not None

@@ -34,8 +34,8 @@ def check_against_scores(model: Path, samples: list[SampleOutput], prompt: np.nd
 
 def window_tables(engine: Engine) -> list[list[int]]:
     """The blocks that running sequences hold of each window."""
-    cache, running = engine._scheduler.cache, engine._scheduler.running
-    groups = [group for group, window in enumerate(cache.windows) if window is not None]
+    cache, running = engine._scheduler.cache, engine._scheduler.running.sequences
+    groups = [group for group, window in enumerate(cache.tables.windows) if window is not None]
     return [list(sequence.table.held(group)) for sequence in running for group in groups]
 
 
@@ -71,13 +71,13 @@ def test_a_hit_is_shortened_to_where_a_window_is_whole(windowed: Path, steps_ahe
     num_blocks = 64 if windowed.name == "mistral" else 256
     engine, prompt = make_engine(windowed, **SMALL | dict(max_num_seqs=1), num_blocks=num_blocks), PROMPT[:100]
     [first] = run(engine, [generate("first", prompt)]).values()
-    pool = engine._scheduler.cache.pools[-1]
+    pool = engine._scheduler.cache.tables.pools[-1]
     for i in range(3):
         run(engine, [generate(f"other {i}", tokens(500, seed=i + 1))])
     assert pool.evictions > 0, "premise"
     [again] = run(engine, [generate("again", prompt)]).values()
-    if len(engine._scheduler.cache.pools) > 1:
-        assert engine._scheduler.cache.pools[0].evictions == 0, "premise: the layers without a window hold all"
+    if len(engine._scheduler.cache.tables.pools) > 1:
+        assert engine._scheduler.cache.tables.pools[0].evictions == 0, "premise: the layers without a window hold all"
     assert again.num_cached_tokens == 0
     assert bits(first) == bits(again)
     [third] = run(engine, [generate("third", prompt)]).values()

@@ -75,7 +75,7 @@ def test_workers_run_out_of_lanes_and_integrity_holds(simulation: ModuleType) ->
     while worker.groups:
         step = worker.begin_step()
         seconds += step
-        most = max(most, len(worker._scheduler.running))
+        most = max(most, len(worker._scheduler.running.sequences))
         ended += worker.end_step()
         for group in ended:
             if group in worker.groups:

@@ -43,6 +43,6 @@ def test_what_is_timed_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -
     load = report.one_prefix_is_waited_for()
     for _ in range(report.STEPS):
         load.step()
-    assert load.scheduler.running[-1] is load.unpublished and load.cache.claims._chains
-    assert [len(load.scheduler.running), len(load.scheduler.waiting)] == [4, 200]
-    assert all(len(sequence.tokens) == 513 + 16 + 20 for sequence in load.scheduler.running[:3])
+    assert load.scheduler.running.sequences[-1] is load.unpublished and load.cache.claims._chains
+    assert [len(load.scheduler.running.sequences), len(load.scheduler.waiting)] == [4, 200]
+    assert all(len(sequence.tokens) == 513 + 16 + 20 for sequence in load.scheduler.running.sequences[:3])

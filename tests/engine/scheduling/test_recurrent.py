@@ -49,7 +49,7 @@ class HybridDriver(Driver):
         assert len(sequence.table) >= self.cache.tables.blocks_for(end)
 
     def _write(self, chunks: Chunks) -> None:
-        lanes = self.scheduler.lanes
+        lanes = self.scheduler.running.lanes
         written = lanes.target[chunks.lanes].tolist()
         assert len(set(written)) == len(written), "no slot is written twice"
         for chunk in chunks:
@@ -134,7 +134,7 @@ def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> No
     driver = HybridDriver(intervals=Intervals(0, 0))
     cached = [run(driver, [*PROMPT[:8], *[own] * 5], [1]).num_cached_tokens for own in (2, 3, 4)]
     assert cached == [0, 0, 8]
-    assert driver.scheduler.states is not None and not driver.scheduler.states._branches
+    assert driver.scheduler.running.states is not None and not driver.scheduler.running.states._branches
 
 
 def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None:
@@ -218,7 +218,7 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     run(driver, PROMPT, [1])
     both = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1])]
     chunks = driver.step()
-    assert len({*driver.scheduler.lanes.slot[chunks.lanes].tolist()}) == 2 and driver.slots.stats.restored == 2
+    assert len({*driver.scheduler.running.lanes.slot[chunks.lanes].tolist()}) == 2 and driver.slots.stats.restored == 2
     driver.drain()
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
 
@@ -228,7 +228,7 @@ def test_who_finds_no_slot_has_not_restored_a_checkpoint() -> None:
     run(driver, PROMPT, [1])
     group = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1], [1, 0])]
     driver.step()
-    assert len(driver.scheduler.running) == 2 and group[2].lane < 0, "premise: the third one waits for a slot"
+    assert len(driver.scheduler.running.sequences) == 2 and group[2].lane < 0, "premise: the third one waits for a slot"
     assert driver.slots.stats.restored == 2
     driver.drain()
     assert driver.slots.stats.restored == sum(sequence.num_cached_tokens == 10 for sequence in group)
@@ -239,7 +239,7 @@ def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read(
     run(driver, PROMPT, [1])
     sequence = driver.add([*PROMPT[:10], 1, 0, 1, 0], [1])
     driver.scheduler.schedule()
-    assert driver.scheduler.lanes.source[sequence.lane] != NO_SLOT
+    assert driver.scheduler.running.lanes.source[sequence.lane] != NO_SLOT
     driver.cache.invalidate()
     assert driver.slots.num_ready == 0
     driver.scheduler.check_integrity()
@@ -251,17 +251,17 @@ def test_a_group_parts_from_a_restored_prompt() -> None:
     group = driver.add(PROMPT, [4, 5, 6])
     driver.step()
     assert group.num_cached_tokens == 10
-    lanes = [sequence.lane for sequence in driver.scheduler.running]
-    sources = {*driver.scheduler.lanes.source[lanes].tolist()}
-    assert len(driver.scheduler.running) == 3 and len(sources) == 1, "all go on from one state"
-    assert not sources & {*driver.scheduler.lanes.slot[lanes].tolist()}
+    lanes = [sequence.lane for sequence in driver.scheduler.running.sequences]
+    sources = {*driver.scheduler.running.lanes.source[lanes].tolist()}
+    assert len(driver.scheduler.running.sequences) == 3 and len(sources) == 1, "all go on from one state"
+    assert not sources & {*driver.scheduler.running.lanes.slot[lanes].tolist()}
     driver.drain()
 
 
 def test_samples_for_which_there_is_no_slot_wait() -> None:
     driver = HybridDriver(num_slots=4, checkpoints=1)
     driver.add(PROMPT, [4, 4, 4, 4])
-    driver.step_until(lambda: len(driver.scheduler.running) > 1)
+    driver.step_until(lambda: len(driver.scheduler.running.sequences) > 1)
     assert driver.seen["fork that waits"] > 0
     driver.drain()
 
@@ -276,7 +276,7 @@ def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> 
     driver = HybridDriver()
     sequence = driver.add(PROMPT, [1])
     chunks = driver.scheduler.schedule()
-    lanes = driver.scheduler.lanes
+    lanes = driver.scheduler.running.lanes
     assert lanes.target[sequence.lane] != lanes.slot[sequence.lane] and driver.slots.num_reserved == 1
     driver.scheduler.advance(chunks)
     driver.cache.invalidate()

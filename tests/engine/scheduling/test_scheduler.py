@@ -90,7 +90,7 @@ class Driver:
         sequence.purpose = Generation(samples.copy()) if samples else SCORE
         self.open += samples or [sequence]
         self.needed_steps += sum(len(prompt) + length for length in lengths or [0])
-        self.scheduler.check_fits(len(prompt) + max(lengths, default=0))
+        self.scheduler.cache.tables.check_fits(len(prompt) + max(lengths, default=0))
         self.scheduler.add(sequence)
         self.arrivals += 1
         return sequence
@@ -100,17 +100,17 @@ class Driver:
         return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, SCORE)
 
     def step(self) -> Chunks:
-        before = list(self.scheduler.running)
+        before = list(self.scheduler.running.sequences)
         preemptions = self.scheduler.stats.preemptions
         epoch = self.cache.epoch
         chunks = self.scheduler.schedule()
         self._check_limits(chunks)
         self._check_preemptions(before, self.scheduler.stats.preemptions - preemptions)
         self._check_progress(before, chunks)
-        for sequence in set(self.scheduler.running).difference(before):
+        for sequence in set(self.scheduler.running.sequences).difference(before):
             self._check_hits(sequence, epoch)
         self.steps += bool(self.open)
-        for kv, copies in zip(self.kv, self.scheduler.take_block_copies(), strict=True):
+        for kv, copies in zip(self.kv, self.scheduler.running.take_block_copies(), strict=True):
             for to, source in copies.items():
                 kv[to] = kv[source].copy()
         self._write(chunks)
@@ -138,10 +138,10 @@ class Driver:
 
     def recompute(self) -> None:
         """All that runs is computed anew, as after a change of the weights."""
-        running = self.scheduler.running.copy()
+        running = self.scheduler.running.sequences.copy()
         self.needed_steps += sum(sequence.num_tokens for sequence in running)
         self.scheduler.recompute_running()
-        assert not self.scheduler.running and self._all_free()
+        assert not self.scheduler.running.sequences and self._all_free()
         assert self.scheduler.started() == [s for s in self.scheduler.waiting if s.num_tokens > s.num_prompt_tokens]
         for sequence in running:
             del self.holds[sequence]
@@ -159,23 +159,23 @@ class Driver:
     def drain(self) -> None:
         self.step_until(lambda: not self.open)
         self.check()
-        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.running.sequences and not self.scheduler.waiting
         assert self._all_free()
 
     def check(self) -> None:
         """Every block is counted once, what running sequences computed is untouched, claims have a running owner."""
         self.scheduler.check_integrity()
-        tables = [sequence.table for sequence in self.scheduler.running]
+        tables = [sequence.table for sequence in self.scheduler.running.sequences]
         for group, pool in enumerate(self.cache.tables.pools):
             assert pool.num_free == pool.num_blocks - len({block for table in tables for block in table.held(group)})
-        for sequence in self.scheduler.running:
+        for sequence in self.scheduler.running.sequences:
             self.check_whole(sequence)
             self.check_blocks(sequence, sequence.num_computed)
             if sequence.chain.epoch == self.cache.epoch:
                 assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
         waiting = [*self.scheduler.waiting]
         assert len(waiting) == len(self.scheduler.waiting) and waiting == sorted(waiting, key=lambda s: s.order)
-        owners = {id(sequence.chain) for sequence in self.scheduler.running}
+        owners = {id(sequence.chain) for sequence in self.scheduler.running.sequences}
         assert {id(chain) for chain in self.cache.claims._chains.values()} <= owners
 
     def check_whole(self, sequence: Sequence) -> None:
@@ -192,7 +192,7 @@ class Driver:
         assert len(sequence.table) == self.cache.tables.blocks_for(end)
 
     def _held(self, sequence: Sequence, group: int, end: int) -> list[Content | None]:
-        size, copies = self.cache.block_size, self.scheduler._block_copies[group]
+        size, copies = self.cache.block_size, self.scheduler.running._block_copies[group]
         blocks = [copies.get(block, block) for block in sequence.table.blocks[group]]
         return [self.kv[group][blocks[p // size]][p % size] for p in range(end)]
 
@@ -208,12 +208,12 @@ class Driver:
 
     def _check_limits(self, chunks: Chunks) -> None:
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.scheduler.max_num_batched_tokens
-        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
-        assert self.scheduler.running == sorted(self.scheduler.running, key=lambda s: s.order)
+        assert len(self.scheduler.running.sequences) <= self.scheduler.running._capacity
+        assert self.scheduler.running.sequences == sorted(self.scheduler.running.sequences, key=lambda s: s.order)
         assert len({chunk.sequence for chunk in chunks}) == len(chunks)
         for chunk in chunks:
             sequence = chunk.sequence
-            assert sequence in self.scheduler.running
+            assert sequence in self.scheduler.running.sequences
             assert sequence.num_computed == chunk.start < chunk.end <= sequence.num_tokens
             self.check_blocks(sequence, chunk.end)
 
@@ -225,7 +225,7 @@ class Driver:
         for sequence in before[len(survivors) :]:
             del self.holds[sequence]
         if preemptions:
-            assert self.scheduler.running == survivors
+            assert self.scheduler.running.sequences == survivors
             self.seen["preempted"] += 1
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
@@ -248,7 +248,7 @@ class Driver:
         self.seen["hit"] += sequence.num_computed > 0
 
     def _write(self, chunks: Chunks) -> None:
-        size, running = self.cache.block_size, self.scheduler.running
+        size, running = self.cache.block_size, self.scheduler.running.sequences
         for chunk in chunks:
             self.holds[chunk.sequence] += self._contents(chunk.sequence, chunk.start, chunk.end)
         for group, kv in enumerate(self.kv):
@@ -271,7 +271,7 @@ class Driver:
             sample.sequence = self._fork(sequence, sample, token)
         for sample, token in going_on[:1]:
             sample.sequence = sequence
-            self.scheduler.lanes.begin(sequence, sample, token)
+            self.scheduler.running.lanes.begin(sequence, sample, token)
         for sample, _ in drawn:
             if sample.is_done:
                 self.open.remove(sample)
@@ -289,7 +289,7 @@ class Driver:
         return child
 
     def _num_copies(self) -> int:
-        return sum(map(len, self.scheduler._block_copies))
+        return sum(map(len, self.scheduler.running._block_copies))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -326,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose(self, event: str) -> None:
         if event in ("invalidate", "both"):
             self.driver.cache.invalidate()
-            self.seen["invalidate while running"] += bool(self.driver.scheduler.running)
+            self.seen["invalidate while running"] += bool(self.driver.scheduler.running.sequences)
         if event in ("recompute", "both"):
             self.driver.recompute()
 
@@ -546,7 +546,7 @@ def test_a_step_does_not_look_at_those_for_whom_there_is_no_room() -> None:
     for i in range(count):
         driver.add([i], [30])
     driver.step()
-    assert (len(driver.scheduler.running), len(driver.scheduler.waiting)) == (2, count - 2)
+    assert (len(driver.scheduler.running.sequences), len(driver.scheduler.waiting)) == (2, count - 2)
     tracemalloc.start()
     chunks, lookups = schedule_unpublished(driver)
     _, peak = tracemalloc.get_traced_memory()
@@ -564,11 +564,11 @@ class Sorted(list):
 
 def test_a_sequence_is_taken_out_without_a_look_at_the_others() -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=4, budget=64)
-    driver.scheduler.waiting.ready, driver.scheduler.running = Sorted(), Sorted()
+    driver.scheduler.waiting.ready, driver.scheduler.running.sequences = Sorted(), Sorted()
     for i in range(12):
         driver.add([i, i + 1], [3])
     driver.step()
-    assert len(driver.scheduler.running) == 4 and len(driver.scheduler.waiting) == 8
+    assert len(driver.scheduler.running.sequences) == 4 and len(driver.scheduler.waiting) == 8
     for sample in [driver.open[9], driver.open[2], driver.open[11], driver.open[5]]:
         driver.abort(sample)
     driver.recompute()
@@ -580,7 +580,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     driver.add([1, 2, 3, 4, 5], [4, 4, 4])
     driver.step()
-    tables = [sequence.table.blocks[0] for sequence in driver.scheduler.running]
+    tables = [sequence.table.blocks[0] for sequence in driver.scheduler.running.sequences]
     assert len(tables) == 3
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert len({table[2] for table in tables}) == 3
@@ -594,24 +594,24 @@ def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the
     for prompt in ([1, 2, 3], [4, 5, 6]):
         driver.add(prompt, [3, 3])
     driver.step()
-    first, fork, other, _ = driver.scheduler.running
+    first, fork, other, _ = driver.scheduler.running.sequences
     [_, (destination, source)] = sorted(
         zip(fork.table.blocks[0], first.table.blocks[0], strict=True), key=lambda pair: pair[0] != pair[1]
     )
-    assert driver.scheduler._block_copies[0][destination] == source != destination, "premise"
+    assert driver.scheduler.running._block_copies[0][destination] == source != destination, "premise"
     driver.scheduler.finish(fork)
     again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)
     assert destination in again.table.blocks[0], "premise: the block that was given back last is taken first"
-    [copies] = driver.scheduler.take_block_copies()
+    [copies] = driver.scheduler.running.take_block_copies()
     assert len(copies) == 2 and copies[destination] == other.table.blocks[0][again.table.blocks[0].index(destination)]
-    assert driver.scheduler.take_block_copies() == [{}]
+    assert driver.scheduler.running.take_block_copies() == [{}]
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     driver.add([1, 2, 3, 4], [3, 3])
     driver.step()
-    first, second = driver.scheduler.running
+    first, second = driver.scheduler.running.sequences
     assert first.table.blocks == second.table.blocks
     assert driver.seen["fork with a copy"] == 0
     driver.drain()
@@ -662,8 +662,8 @@ def test_nothing_overtakes_a_request_that_waits_for_blocks() -> None:
     first, large, small = driver.add([1] * 6, [5]), driver.add([2] * 10, [1]), driver.add([3], [1])
     driver.step()
     assert driver.cache.tables.pools[0].num_free >= driver.cache.tables.blocks_for(small.num_tokens)
-    assert (driver.scheduler.running, [*driver.scheduler.waiting]) == ([first], [large, small])
-    driver.step_until(lambda: first not in driver.scheduler.running)
+    assert (driver.scheduler.running.sequences, [*driver.scheduler.waiting]) == ([first], [large, small])
+    driver.step_until(lambda: first not in driver.scheduler.running.sequences)
     assert [chunk.sequence for chunk in driver.step()] == [large, small]
     driver.drain()
 
@@ -681,43 +681,43 @@ def test_a_score_request_computes_every_token_and_others_hit_them() -> None:
 
 def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
     scheduler = Scheduler(PrefixCache({None: 3}, 4), max_num_seqs=1, max_num_batched_tokens=4)
-    scheduler.check_fits(12)
+    scheduler.cache.tables.check_fits(12)
     with pytest.raises(InvalidRequestError, match=r"needs 4 KV blocks of 4 tokens for 13 tokens, but there are 3"):
-        scheduler.check_fits(13)
+        scheduler.cache.tables.check_fits(13)
 
 
 def _hold_blocks_while_waiting(driver: Driver) -> None:
-    driver.scheduler.add(driver.scheduler.running.pop())
+    driver.scheduler.add(driver.scheduler.running.sequences.pop())
 
 
 def _lose_a_block(driver: Driver) -> None:
-    driver.scheduler.running[0].table.blocks[0].pop()
+    driver.scheduler.running.sequences[0].table.blocks[0].pop()
 
 
 def _share_a_block_uncounted(driver: Driver) -> None:
-    first, second = (sequence.table.blocks[0] for sequence in driver.scheduler.running)
+    first, second = (sequence.table.blocks[0] for sequence in driver.scheduler.running.sequences)
     first[0] = second[0]
 
 
 def _count_a_token_in_its_lane_alone(driver: Driver) -> None:
-    driver.scheduler.lanes.num_tokens[driver.scheduler.running[1].lane] += 1
+    driver.scheduler.running.lanes.num_tokens[driver.scheduler.running.sequences[1].lane] += 1
 
 
 def _read_another_block(driver: Driver) -> None:
-    driver.scheduler.lanes.tables[0][driver.scheduler.running[1].lane, 0] += 1
+    driver.scheduler.running.lanes.tables[0][driver.scheduler.running.sequences[1].lane, 0] += 1
 
 
 def _draw_no_more(driver: Driver) -> None:
-    driver.scheduler.lanes.is_decoding[driver.scheduler.running[1].lane] = False
+    driver.scheduler.running.lanes.is_decoding[driver.scheduler.running.sequences[1].lane] = False
 
 
 def _draw_for_another(driver: Driver) -> None:
-    first, second = (sequence.lane for sequence in driver.scheduler.running)
-    driver.scheduler.lanes.samples[first] = driver.scheduler.lanes.samples[second]
+    first, second = (sequence.lane for sequence in driver.scheduler.running.sequences)
+    driver.scheduler.running.lanes.samples[first] = driver.scheduler.running.lanes.samples[second]
 
 
 def _keep_a_lane(driver: Driver) -> None:
-    driver.scheduler.lanes.enter(driver._sequence([1], None))
+    driver.scheduler.running.lanes.enter(driver._sequence([1], None))
 
 
 @pytest.mark.parametrize(
