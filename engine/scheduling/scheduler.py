@@ -119,7 +119,9 @@ class Scheduler:
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
                     f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but "
-                    f"there are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
+                    f"there are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory",
+                    value=needed,
+                    limit=pool.num_blocks,
                 )
 
     def add(self, sequence: Sequence) -> None:
