@@ -46,7 +46,8 @@ class Admission:
     def add(self, request: Request) -> None:
         """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
         if request.id in self._ledger:
-            raise InvalidRequestError(f"request id: expected one that is not running, found {request.id!r} running")
+            text = f"request id: expected one that is not running, found {request.id!r} running"
+            raise InvalidRequestError(text, field="id", value=request.id)
         if isinstance(request, ScoreRequest):
             self._add_score(request)
         else:
@@ -66,14 +67,15 @@ class Admission:
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
-            raise InvalidRequestError("seed: expected a number, found None; give one, such as `seed_of` the request")
+            text = "seed: expected a number, found None; give one, such as `seed_of` the request"
+            raise InvalidRequestError(text, field="seed")
         assert params.max_tokens is not None
-        self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
+        self._check_tokens("prompt_token_ids", request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
         check_spans(request.spans, num_prompt_tokens)
         _check_prior(request)
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
-        _check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64), info)
+        _check_vocabulary("stop_token_ids", "stop_token_ids", np.asarray(params.stop_token_ids, np.int64), info)
         if params.min_tokens > 0:
             _check_some_go_on(_ending_tokens(params, info), info)
         return replace(request, params=params)
@@ -106,13 +108,14 @@ class Admission:
         if not request.params.stop:
             return None
         if isinstance(self._vocabulary, str):
-            raise InvalidRequestError(self._vocabulary)
+            raise InvalidRequestError(self._vocabulary, field="stop")
         watch = StopStrings(self._vocabulary, request.params.stop)
         if num_prior := request.num_prior_tokens:
             try:
                 watch.feed_prior(request.prompt_token_ids[-num_prior:].tolist())
             except TokenizerError as error:
-                raise InvalidRequestError(f"stop: expected the text of the prior tokens, found that {error}") from None
+                text = f"stop: expected the text of the prior tokens, found that {error}"
+                raise InvalidRequestError(text, field="stop") from None
         return watch
 
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
@@ -142,7 +145,7 @@ class Admission:
         self.joined_tokens += running.num_prompt_tokens
 
     def _add_score(self, request: ScoreRequest) -> None:
-        self._check_tokens(request.token_ids, 2, len(request.token_ids))
+        self._check_tokens("token_ids", request.token_ids, 2, len(request.token_ids))
         check_spans(request.spans, len(request.token_ids))
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
@@ -153,11 +156,12 @@ class Admission:
         )
         self._ledger.open_score(score, self._new_sequence(tokens, score, chain))
 
-    def _check_tokens(self, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
-        if len(token_ids) < minimum:
-            raise InvalidRequestError(f"token ids: expected at least {minimum}, found {len(token_ids)}")
-        _check_vocabulary("token ids", token_ids, self._info)
-        check_length(len(token_ids), num_tokens - len(token_ids), self._info.max_model_len)
+    def _check_tokens(self, field: str, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
+        if (found := len(token_ids)) < minimum:
+            text = f"token ids: expected at least {minimum}, found {found}"
+            raise InvalidRequestError(text, field=field, value=found, limit=minimum)
+        _check_vocabulary(field, "token ids", token_ids, self._info)
+        check_length(field, found, num_tokens - found, self._info.max_model_len)
         self._scheduler.cache.tables.check_fits(num_tokens)
 
 
@@ -176,19 +180,28 @@ def _ending_tokens(params: SamplingParams, info: EngineInfo) -> frozenset[int]:
 def _check_prior(request: GenerateRequest) -> None:
     if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
         raise InvalidRequestError(
-            f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}"
+            f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}",
+            field="num_prior_tokens",
+            value=request.num_prior_tokens,
+            limit=most,
         )
     if request.num_prior_tokens and request.params.n > 1:
         raise InvalidRequestError(
-            f"num_prior_tokens: expected n = 1, as it is one sample that goes on, found n = {request.params.n}"
+            f"num_prior_tokens: expected n = 1, as it is one sample that goes on, found n = {request.params.n}",
+            field="n",
+            value=request.params.n,
+            limit=1,
         )
 
 
-def _check_vocabulary(what: str, token_ids: np.ndarray, info: EngineInfo) -> None:
+def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: EngineInfo) -> None:
     outside = token_ids[(token_ids < 0) | (token_ids >= info.vocab_size)]
     if len(outside):
         raise InvalidRequestError(
-            f"{what}: expected ids in [0, {info.vocab_size}), found {outside[0]}; use the model's own tokenizer"
+            f"{what}: expected ids in [0, {info.vocab_size}), found {outside[0]}; use the model's own tokenizer",
+            field=field,
+            value=int(outside[0]),
+            limit=info.vocab_size - 1,
         )
 
 
@@ -196,14 +209,19 @@ def _check_top_logprobs(k: int | None, info: EngineInfo) -> None:
     if k is not None and k > info.vocab_size:
         raise InvalidRequestError(
             f"top_logprobs: expected at most {info.vocab_size}, as many as the model has tokens, found {k}; "
-            "ask for fewer"
+            "ask for fewer",
+            field="top_logprobs",
+            value=k,
+            limit=info.vocab_size,
         )
 
 
 def _check_experts(records: bool, info: EngineInfo) -> None:
     if records and not info.num_experts:
         raise InvalidRequestError(
-            f"return_routed_experts: expected False, as no layer of {info.model} has experts, found True; leave it out"
+            f"return_routed_experts: expected False, as no layer of {info.model} has experts, found True; leave it out",
+            field="return_routed_experts",
+            value=True,
         )
 
 
@@ -211,5 +229,6 @@ def _check_some_go_on(ending_tokens: frozenset[int], info: EngineInfo) -> None:
     if len(ending_tokens) == info.vocab_size:
         raise InvalidRequestError(
             f"min_tokens: expected one of the {info.vocab_size} token ids that does not end a sample, found "
-            "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0"
+            "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0",
+            field="min_tokens",
         )

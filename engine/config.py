@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trueroll.errors import ConfigError
 
-from .request import describe_validation_error
+from .request import from_validation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "cpu", "triton", "reference"]
@@ -81,7 +81,7 @@ class EngineConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise from_validation(ConfigError, error) from None
 
     @model_validator(mode="after")
     def _combinations_work(self) -> EngineConfig:

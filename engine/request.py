@@ -10,15 +10,15 @@ import hashlib
 import operator
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from trueroll.errors import ConfigError, InvalidRequestError, brief
+from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, brief
 
 from .columns import fields, new_columns
 
@@ -71,12 +71,14 @@ class Distribution(BaseModel):
         try:
             super().__init__(**{name: plain(value) for name, value in values.items()})
         except ValidationError as error:
-            raise InvalidRequestError(describe_validation_error(error)) from None
+            raise from_validation(InvalidRequestError, error) from None
 
     @model_validator(mode="after")
     def _top_k_is_off_or_positive(self) -> Distribution:
         if self.top_k == 0:
-            raise ValueError("top_k: expected -1 (off) or at least 1, found 0")
+            raise InvalidRequestError(
+                "top_k: expected -1 (off) or at least 1, found 0", field="top_k", value=0, limit=1
+            )
         return self
 
     @property
@@ -138,15 +140,22 @@ class SamplingParams(Distribution):
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}")
+            raise InvalidRequestError(
+                f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}",
+                field="min_tokens",
+                value=self.min_tokens,
+                limit=self.max_tokens,
+            )
         return self
 
     @model_validator(mode="after")
     def _top_logprobs_have_a_distribution(self) -> SamplingParams:
         if self.top_logprobs is not None and self.logprobs is None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"top_logprobs: expected None where logprobs is None, found {self.top_logprobs}; say in logprobs of "
-                "which distribution"
+                "which distribution",
+                field="top_logprobs",
+                value=self.top_logprobs,
             )
         return self
 
@@ -159,7 +168,8 @@ class SamplingParams(Distribution):
         are no log-probs.
         """
         if self.logprobs is None:
-            raise ConfigError("logprobs: expected log-probs to compute again, found None; sample with 'temperature'")
+            text = "logprobs: expected log-probs to compute again, found None; sample with 'temperature'"
+            raise ConfigError(text, field="logprobs")
         if self.logprobs == "raw":
             return 1.0
         changes = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
@@ -169,7 +179,9 @@ class SamplingParams(Distribution):
             raise ConfigError(
                 f"logprobs: expected those of a distribution that a trainer computes, found 'processed' with "
                 f"{', '.join(found)}, which a trainer's softmax does not know; sample with logprobs='temperature', or "
-                f"without {', '.join(found)}"
+                f"without {', '.join(found)}",
+                field="logprobs",
+                value=self.logprobs,
             )
         return self.temperature
 
@@ -181,6 +193,41 @@ class SamplingParams(Distribution):
             return self
         rest = max(1, max_model_len - prompt_len, self.min_tokens)
         return self.model_copy(update={"max_tokens": rest})
+
+
+E = TypeVar("E", bound=TruerollError)
+_BOUNDS = {"ge": 0, "gt": 1, "le": 0, "lt": -1, "min_length": 0, "max_length": 0}
+"""The bounds in a fault of pydantic, and what an integer is away from them that keeps to them."""
+
+
+def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) -> E:
+    """The error of `kind` that tells of a pydantic error. `first_part`: see `about_fault`."""
+    return kind(describe_validation_error(error), **about_fault(error, first_part))
+
+
+def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
+    """`field`, `value` and `limit` of the first fault of a pydantic error. `first_part`, `num_parts`: which parts of
+    its location name the field.
+    """
+    fault = error.errors()[0]
+    found, limit = _found_and_limit(fault)
+    return dict(field=_name_of(fault["loc"][first_part:][:num_parts]), value=found, limit=limit)
+
+
+def _found_and_limit(fault: Any) -> tuple[Any, int | float | None]:
+    found, context = None if fault["type"] == "missing" else fault["input"], fault.get("ctx", {})
+    name = next((name for name in _BOUNDS if name in context), None)
+    if name is None:
+        return found, None
+    if name.endswith("length"):
+        return len(found) if isinstance(found, Sized) else None, context[name]
+    limit = context[name]
+    return found, limit + _BOUNDS[name] if isinstance(limit, int) else limit
+
+
+def _name_of(location: Sequence[int | str]) -> str | None:
+    """Such as `stop[3]`; None if there is no location."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).strip(".") or None
 
 
 def describe_validation_error(error: ValidationError) -> str:
@@ -228,11 +275,15 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
         if not before <= span.start < span.end <= num_tokens:
             raise InvalidRequestError(
                 f"spans[{i}]: tokens [{span.start}, {span.end}) are empty, overlap the span before, or lie outside the "
-                f"{num_tokens} tokens of the prompt; give sorted spans that share no token"
+                f"{num_tokens} tokens of the prompt; give sorted spans that share no token",
+                field=f"spans[{i}]",
             )
         if len(span.content_hash) != HASH_BYTES:
             raise InvalidRequestError(
-                f"spans[{i}]: a content hash has {HASH_BYTES} bytes (got {len(span.content_hash)})"
+                f"spans[{i}]: a content hash has {HASH_BYTES} bytes (got {len(span.content_hash)})",
+                field=f"spans[{i}]",
+                value=len(span.content_hash),
+                limit=HASH_BYTES,
             )
         before = span.end
 
@@ -397,12 +448,15 @@ def seed_before(sample_seed: int) -> int:
     return (z - _GOLDEN) & _MASK
 
 
-def check_length(prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError unless a prompt and its new tokens fit the model."""
+def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError unless a prompt, which is in `field`, and its new tokens fit the model."""
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(
             f"length: expected at most max_model_len = {max_model_len} tokens in prompt and max_tokens together, found "
-            f"{prompt_len} + {num_new}; shorten one of them"
+            f"{prompt_len} + {num_new}; shorten one of them",
+            field=field,
+            value=prompt_len + num_new,
+            limit=max_model_len,
         )
 
 

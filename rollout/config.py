@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from trueroll.errors import ConfigError, brief
 
-from ..engine.request import describe_validation_error
+from ..engine.request import from_validation
 
 
 class WorkerConfig(BaseModel):
@@ -57,7 +57,7 @@ class WorkerConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise from_validation(ConfigError, error) from None
 
     @model_validator(mode="after")
     def _keys_come_with_clients(self) -> WorkerConfig:

@@ -179,16 +179,21 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         is_group = isinstance(request, GenerateRequest)
         tokens = request.prompt_token_ids if is_group else request.token_ids
+        field = "prompt_token_ids" if is_group else "token_ids"
         if FAIL_IN_ADD in tokens:
             raise RuntimeError("broken add")
         if len(tokens) < (1 if is_group else 2):
-            raise InvalidRequestError(f"token ids: expected more, found {len(tokens)}")
+            text = f"token ids: expected more, found {len(tokens)}"
+            raise InvalidRequestError(text, field=field, value=len(tokens))
         if min(tokens) < 0 or max(tokens) >= VOCAB_SIZE:
             raise InvalidRequestError(
-                f"token ids: expected ids in [0, {VOCAB_SIZE}), found {min(tokens)}..{max(tokens)}"
+                f"token ids: expected ids in [0, {VOCAB_SIZE}), found {min(tokens)}..{max(tokens)}",
+                field=field,
+                limit=VOCAB_SIZE - 1,
             )
         if len(tokens) + ((request.params.max_tokens or 1) if is_group else 0) > MAX_MODEL_LEN:
-            raise InvalidRequestError(f"length: expected at most max_model_len = {MAX_MODEL_LEN}")
+            text = f"length: expected at most max_model_len = {MAX_MODEL_LEN}"
+            raise InvalidRequestError(text, field=field, limit=MAX_MODEL_LEN)
         assert request.id not in self._open
         if is_group:
             params = request.params.with_max_tokens(len(tokens), MAX_MODEL_LEN)

@@ -94,7 +94,9 @@ class BlockTables:
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
                     f"request needs {needed} KV blocks of {self.block_size} tokens for {num_tokens} tokens, but there "
-                    f"are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
+                    f"are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory",
+                    value=needed,
+                    limit=pool.num_blocks,
                 )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:

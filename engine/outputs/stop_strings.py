@@ -131,14 +131,15 @@ def load_vocabulary(folder: Path) -> Vocabulary:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise InvalidRequestError(f"stop: expected {path}, found no such file; use stop_token_ids instead")
+        text = f"stop: expected {path}, found no such file; use stop_token_ids instead"
+        raise InvalidRequestError(text, field="stop")
     try:
         return Vocabulary(load_tokenizer(path))
     except ModelError as error:
-        raise InvalidRequestError(f"stop: {error}, or use stop_token_ids") from error
+        raise InvalidRequestError(f"stop: {error}, or use stop_token_ids", field="stop") from error
     except (KeyboardInterrupt, SystemExit, UnavailableError):
         raise
     except BaseException as error:  # of no narrower class
         raise InvalidRequestError(
-            f"stop: the tokenizer in {path} fails: {error}; save it again, or use stop_token_ids"
+            f"stop: the tokenizer in {path} fails: {error}; save it again, or use stop_token_ids", field="stop"
         ) from error

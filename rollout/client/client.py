@@ -65,6 +65,7 @@ P = ParamSpec("P")
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
+_PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 """Errors that are about one request of a call, which their text then names."""
 
 
@@ -488,7 +489,8 @@ class AsyncRolloutClient:
     def _check_ids(self, ids: list[str]) -> None:
         for id, count in Counter(ids).items():
             if count > 1 or self._connection.knows(id):
-                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
+                text = f"request_ids: expected ids that are not in use, found {id!r} twice"
+                raise InvalidRequestError(text, field="request_ids", value=id)
 
 
 def _blocking(
@@ -616,8 +618,12 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """An error that says which prompt of its call it is about, if it is about one."""
-    return type(error)(f"{where}: {error}") if isinstance(error, _OF_ONE_REQUEST) else error
+    """An error that says which prompt of its call it is about, if it is about one: its text begins with `where`, and
+    `where` is its field if that is the prompt.
+    """
+    if not isinstance(error, _OF_ONE_REQUEST):
+        return error
+    return error.retold(f"{where}: {error}", where if error.field in _PROMPT_FIELDS else None)
 
 
 async def _next(samples: AsyncGenerator[tuple[int, Any], None]) -> tuple[int, Any] | None:

@@ -325,9 +325,9 @@ class Connection:
     def _transmit(self, id: str, call: _Call) -> None:
         assert self._worker is not None
         limit = self._worker.limits["max_message_bytes"]
-        if len(call.frame) > limit:
-            found = f"found {len(call.frame)}; send less, or raise the limit"
-            self._finish(id, MessageTooLargeError(f"message: expected at most max_message_bytes = {limit}, {found}"))
+        if (found := len(call.frame)) > limit:
+            text = f"expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit"
+            self._finish(id, MessageTooLargeError(f"message: {text}", value=found, limit=limit))
             return
         call.was_sent = True
         self._socket.send(call.frame)
@@ -345,7 +345,7 @@ class Connection:
         if call is not None and _caller_of(reply) not in (None, call.caller):
             return  # to an earlier asking for the same request, which was given up
         if isinstance(reply, protocol.Error):
-            error = error_from_code(reply.code, reply.message)
+            error = error_from_code(reply.code, reply.message, reply.field, reply.value, reply.limit)
             self._fail(error) if reply.id is None else self._finish(reply.id, error)
         elif call is None:
             return

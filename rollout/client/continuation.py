@@ -34,27 +34,37 @@ def continuation(
     """The content of the request for the rest of `sample`, the one at `position` of a call; `params` are those of the
     whole. Raise InvalidRequestError.
     """
-    num_prior = len(sample.token_ids)
+    num_prior, field = len(sample.token_ids), f"samples[{position}]"
     if params.max_tokens is not None and params.max_tokens <= num_prior:
         raise InvalidRequestError(
-            f"samples[{position}]: expected max_tokens above the {num_prior} tokens that it has, found "
-            f"{params.max_tokens}; give the parameters that it was asked for with"
+            f"{field}: expected max_tokens above the {num_prior} tokens that it has, found "
+            f"{params.max_tokens}; give the parameters that it was asked for with",
+            field=field,
+            value=params.max_tokens,
+            limit=num_prior + 1,
         )
     if (params.logprobs is None) != (sample.logprobs is None):
         raise InvalidRequestError(
-            f"samples[{position}]: expected log-probs in both parts or in none, found logprobs = {params.logprobs!r} "
-            "for the rest; give the parameters that it was asked for with"
+            f"{field}: expected log-probs in both parts or in none, found logprobs = {params.logprobs!r} "
+            "for the rest; give the parameters that it was asked for with",
+            field=field,
+            value=params.logprobs,
         )
     top_logprobs = None if sample.top_token_ids is None else sample.top_token_ids.shape[1]
     if params.top_logprobs != top_logprobs:
         raise InvalidRequestError(
-            f"samples[{position}]: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
-            "for the rest; give the parameters that it was asked for with"
+            f"{field}: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
+            "for the rest; give the parameters that it was asked for with",
+            field=field,
+            value=params.top_logprobs,
+            limit=top_logprobs,
         )
     if sample.token_ids and params.return_routed_experts != (sample.routed_experts is not None):
         raise InvalidRequestError(
-            f"samples[{position}]: expected routed experts of both parts or of none, found return_routed_experts = "
-            f"{params.return_routed_experts} for the rest; give the parameters that it was asked for with"
+            f"{field}: expected routed experts of both parts or of none, found return_routed_experts = "
+            f"{params.return_routed_experts} for the rest; give the parameters that it was asked for with",
+            field=field,
+            value=params.return_routed_experts,
         )
     prior = np.array(sample.token_ids, "<i4").tobytes()
     rest = dict(

@@ -108,7 +108,7 @@ class WorkerProcess:
     def _wait_until_ready(self, deadline: float) -> str:
         outcome = json.loads(self._read_line(deadline))
         if "address" not in outcome:
-            raise error_from_code(outcome["code"], outcome["message"])
+            raise error_from_code(**outcome)
         return outcome["address"]
 
     def _read_line(self, deadline: float) -> bytes:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from trueroll.errors import InvalidRequestError, brief
 
-from ...engine.request import SampleOutput, SamplingParams, derive_seed, describe_validation_error, plain
+from ...engine.request import SampleOutput, SamplingParams, derive_seed, from_validation, plain
 from .. import protocol
 from .continuation import continuation, goes_on
 
@@ -44,7 +44,8 @@ def generate_requests(
     `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and, where they are wanted, `deltas`.
     """
     if errors not in ("raise", "return"):
-        raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
+        text = f"errors: expected raise or return, found {brief(errors)}"
+        raise InvalidRequestError(text, field="errors", value=errors)
     given = _listed(prompts, "prompts")
     count, made = len(given), []
     fields = dict(caller=protocol.new_id(), **demand)
@@ -70,8 +71,7 @@ def continue_requests(
 ) -> dict[int, protocol.Generate]:
     """By position, a message for each sample that goes on. `demand`: `min_weight_version` and `wait_for_weights`."""
     given = _listed(prompts, "prompts")
-    if len(given) != len(samples):
-        raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")
+    _check_count("samples", "one for each of", len(samples), len(given))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
     all_ids = [protocol.new_id() for _ in given] if ids is None else _checked_ids(ids, len(given))
     caller = protocol.new_id()
@@ -101,25 +101,33 @@ def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
                 f"params: expected no seed in those for {len(all_params)} prompts, as each would draw the same noise, "
-                f"found {given.seed}; give generate(..., seed={given.seed}), or a list of params"
+                f"found {given.seed}; give generate(..., seed={given.seed}), or a list of params",
+                field="params",
+                value=given.seed,
             )
         return all_params
     if own or type(seed) is not int or not 0 <= seed < 2**64:
         found = f"one in params as well, {own[0]}" if own else brief(seed)
-        raise InvalidRequestError(f"seed: expected one integer in [0, 2**64) for the call, found {found}")
+        text = f"seed: expected one integer in [0, 2**64) for the call, found {found}"
+        raise InvalidRequestError(text, field="seed", value=seed)
     return [params.model_copy(update={"seed": derive_seed(seed, i)}) for i, params in enumerate(all_params)]
 
 
 def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
     all_ids = list(ids)
-    if len(all_ids) != count:
-        raise InvalidRequestError(f"request_ids: expected one for each of {count} prompts, found {len(all_ids)}")
+    _check_count("request_ids", "one for each of", len(all_ids), count)
+    most = protocol.MAX_ID_CHARS
     for id in all_ids:
-        if not (isinstance(id, str) and 1 <= len(id) <= protocol.MAX_ID_CHARS):
-            raise InvalidRequestError(
-                f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {brief(id)}"
-            )
+        if not (isinstance(id, str) and 1 <= len(id) <= most):
+            text = f"request_ids: expected 1 to {most} characters, found {brief(id)}"
+            raise InvalidRequestError(text, field="request_ids", value=id, limit=most)
     return all_ids
+
+
+def _check_count(field: str, expected: str, found: int, count: int) -> None:
+    if found != count:
+        text = f"{field}: expected {expected} {count} prompts, found {found}"
+        raise InvalidRequestError(text, field=field, value=found, limit=count)
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
@@ -127,15 +135,17 @@ def message_of(kind: type[M], **fields: Any) -> M:
     try:
         return kind(**{name: plain(value) for name, value in fields.items()})
     except ValidationError as error:
-        raise InvalidRequestError(describe_validation_error(error)) from None
+        raise from_validation(InvalidRequestError, error) from None
 
 
-def _listed(sequences: Prompts, what: str) -> list[Sequence[int] | np.ndarray]:
+def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
     """Raise InvalidRequestError for a table: padding in its rows would be taken for tokens."""
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
+        found = type(sequences).__name__
         raise InvalidRequestError(
-            f"{what}: expected a list of sequences of token ids without padding, found one {type(sequences).__name__}; "
-            "of padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]"
+            f"{field}: expected a list of sequences of token ids without padding, found one {found}; "
+            "of padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]",
+            field=field,
         )
     return list(sequences)
 
@@ -144,10 +154,11 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence):
-        raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {brief(params)}")
-    if len(params) != count:
-        raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
+        text = f"params: expected SamplingParams, or a sequence of them, found {brief(params)}"
+        raise InvalidRequestError(text, field="params", value=params)
+    _check_count("params", "one, or one for each of", len(params), count)
     for i, each in enumerate(params):
         if not isinstance(each, SamplingParams):
-            raise InvalidRequestError(f"params[{i}]: expected SamplingParams, found {brief(each)}")
+            text = f"params[{i}]: expected SamplingParams, found {brief(each)}"
+            raise InvalidRequestError(text, field=f"params[{i}]", value=each)
     return list(params)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trueroll.errors import ConfigError, said
 
 from ...engine.config import EngineConfig
-from ...engine.request import describe_validation_error
+from ...engine.request import from_validation
 from ..client.small_file import check_printable, open_regular, read_text
 from ..config import WorkerConfig
 from ..network.keys import Key
@@ -54,7 +54,7 @@ class FleetConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise from_validation(ConfigError, error) from None
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConfig, EngineConfig]:

@@ -113,7 +113,7 @@ class Joining:
         self._failures.add(error)
         if self._failures.are_too_many:
             count = self._failures.num_refusals + self._failures.num_passing
-            self.error = type(error)(
+            self.error = error.retold(
                 f"{self._name}: the weights of the fleet cannot be handed over, after {count} attempts: {error}. "
                 "Correct that and call scale, or push other weights"
             )

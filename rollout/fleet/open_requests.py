@@ -42,7 +42,8 @@ class OpenRequests:
         """Raise InvalidRequestError unless requests may be begun with these ids."""
         for id, count in Counter(ids).items():
             if count > 1 or id in self._requests:
-                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
+                text = f"request_ids: expected ids that are not in use, found {id!r} twice"
+                raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
         """Have a request answered, in a task, until `end`."""

@@ -27,7 +27,7 @@ from trueroll.versions import untested
 
 from ..client.local_worker import WorkerProcess
 from ..config import WorkerConfig
-from ..protocol.error_codes import error_from_code
+from ..protocol.error_codes import error_from_code, told
 from .ray_access import LocalAccess, asks_for_token, is_loopback, reachable_ip, read_token_again
 
 _RAYLET = "RAY_RAYLET_PID"
@@ -289,7 +289,7 @@ class WorkerActor:
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
         if "address" not in outcome:
-            raise error_from_code(outcome["code"], outcome["message"])
+            raise error_from_code(**outcome)
         return outcome["address"]
 
     async def ended(self) -> str:
@@ -335,14 +335,14 @@ class _Runner:
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
 
-    def start(self, settings: dict[str, Any], startup_timeout: float, boot_id: str, socket: str) -> dict[str, str]:
+    def start(self, settings: dict[str, Any], startup_timeout: float, boot_id: str, socket: str) -> dict[str, Any]:
         from ...engine.config import EngineConfig
 
         try:
             worker = _with_address(settings["worker"], socket if _BOOT_ID.read_text() == boot_id else None)
             self._process = WorkerProcess(WorkerConfig(**worker), EngineConfig(**settings["engine"]), startup_timeout)
         except TruerollError as error:
-            return {"code": error.code, "message": str(error)}
+            return told(error)
         return {"address": self._process.address}
 
     def wait(self) -> int:

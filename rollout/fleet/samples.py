@@ -55,7 +55,8 @@ class Samples:
             raise StaleWeightsError(
                 f"request {self._request.id!r}: expected weights whose versions differ by at most max_staleness = "
                 f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use `generate`, "
-                "which asks again"
+                "which asks again",
+                limit=self._max_staleness,
             )
         self.delivered.clear()
         self.parts.clear()

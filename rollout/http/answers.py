@@ -58,9 +58,11 @@ def check_answer(
             f"max_tokens: the answer may take {planned} bytes, more than {most}: {params.n * len(prompts)} samples of "
             f"up to {max(new for _, new in lens)} tokens, {token_bytes.new} bytes each with what is asked for; lower "
             "max_tokens, n or the number of log-probs, ask for a stream, or raise --max-answer-bytes",
-            param="max_tokens",
+            field="max_tokens",
+            value=planned,
+            limit=most,
             code="answer_too_large",
-            limit="max_answer_bytes",
+            setting="max_answer_bytes",
         )
 
 

@@ -191,8 +191,8 @@ def make_app(
 
 async def _tell(counters: Counters, request: Request, error: Exception) -> Response:
     told = as_http_error(error)
-    if told.limit is not None:
-        counters.over_limit[told.limit] += 1
+    if told.setting is not None:
+        counters.over_limit[told.setting] += 1
     if told.status == 500:
         log.error("a request failed", exc_info=error)
     return error_answer(told)

@@ -102,7 +102,8 @@ class Bodies:
             "holds the most for the longest time"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return HttpError(503, f"{text}; try again later, or send it faster", code="bodies_full", headers=headers)
+        text = f"{text}; try again later, or send it faster"
+        return HttpError(503, text, limit=self._most, code="bodies_full", headers=headers)
 
 
 class _Body:
@@ -161,8 +162,8 @@ def _declared(scope: Scope) -> int:
 
 
 def _too_long(most: int) -> HttpError:
-    return HttpError(413, f"body: longer than {most} bytes; send less", code="body_too_large")
+    return HttpError(413, f"body: longer than {most} bytes; send less", limit=most, code="body_too_large")
 
 
 def _too_slow(seconds: float) -> HttpError:
-    return HttpError(408, f"body: incomplete after {seconds:g} s; send it faster")
+    return HttpError(408, f"body: incomplete after {seconds:g} s; send it faster", limit=seconds)

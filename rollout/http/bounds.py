@@ -35,10 +35,10 @@ class Head:
         self._tail = joined[-2:]
         if self.num_bytes > self._config.max_head_bytes:
             text = f"head: more than {self._config.max_head_bytes} bytes; send fewer or shorter headers"
-            raise HttpError(431, text, code="head_too_large")
+            raise HttpError(431, text, limit=self._config.max_head_bytes, code="head_too_large")
         if self._num_lines > self._config.max_head_lines:
             text = f"head: more than {self._config.max_head_lines} lines; send fewer headers"
-            raise HttpError(431, text, code="head_too_large")
+            raise HttpError(431, text, limit=self._config.max_head_lines, code="head_too_large")
 
 
 class Framing:
@@ -58,7 +58,7 @@ class Framing:
         self._num_chunks += data.chunk_start
         if self._num_chunks > self._config.max_body_chunks:
             text = f"body: more than {self._config.max_body_chunks} chunks; send longer chunks, or Content-Length"
-            raise HttpError(413, text, code="body_too_large")
+            raise HttpError(413, text, limit=self._config.max_body_chunks, code="body_too_large")
         more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
         if self.num_received - self._num_content > more:
             raise HttpError(413, "body: chunk extensions are too long; send chunks without any", code="body_too_large")

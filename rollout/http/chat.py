@@ -122,9 +122,10 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     own = checked(ChatFields, fields)
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:
-        raise InvalidRequestError("top_logprobs: expected logprobs to be true with it, found false; set it")
+        text = "top_logprobs: expected logprobs to be true with it, found false; set it"
+        raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
     prompt = await token_ids_of(own, served, served.max_model_len)
-    served.check_lengths([prompt], params.max_tokens)
+    served.check_lengths([prompt], params.max_tokens, "messages")
     if not own.stream:
         served.check_answer([prompt], params, _token_bytes(own))
     form = ChatForm(
@@ -160,7 +161,8 @@ async def token_ids_of(own: ConversationFields, served: ServedModel, most: int |
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():
-        raise InvalidRequestError(f"chat_template_kwargs: expected other names than {sorted(found)}; leave these out")
+        text = f"chat_template_kwargs: expected other names than {sorted(found)}; leave these out"
+        raise InvalidRequestError(text, field="chat_template_kwargs")
     arguments = own.chat_template_kwargs | dict(
         tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt
     )
@@ -183,9 +185,8 @@ def _for_template(position: int, message: Message) -> dict[str, Any]:
 
 def _text_of(position: int, part: dict[str, Any]) -> str:
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidRequestError(
-            f"messages[{position}].content: expected text alone, found {brief(part.get('type'))}; leave it out"
-        )
+        text = f"messages[{position}].content: expected text alone, found {brief(part.get('type'))}; leave it out"
+        raise InvalidRequestError(text, field=f"messages[{position}].content", value=part.get("type"))
     return part["text"]
 
 
@@ -198,5 +199,6 @@ def _with_object(position: int, call: Any) -> Any:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
             f"messages[{position}].tool_calls: expected a function with arguments in JSON in each, found "
-            f"{brief(call)}; correct it"
+            f"{brief(call)}; correct it",
+            field=f"messages[{position}].tool_calls",
         ) from None

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trueroll.errors import ConfigError
 
-from ...engine.request import describe_validation_error
+from ...engine.request import from_validation
 
 API_KEY_VARIABLE = "TRUEROLL_HTTP_API_KEY"
 
@@ -62,7 +62,7 @@ class HttpConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise from_validation(ConfigError, error) from None
 
     @model_validator(mode="after")
     def _one_body_has_room(self) -> HttpConfig:

@@ -46,17 +46,17 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
         at += len(step)
         outside, in_string = _outside_of_strings(step, in_string)
         if _has_long_number(outside.tobytes()):
-            raise HttpError(
-                400, f"body: a number has more than {MAX_DIGITS} digits in a row; give fewer", code="invalid_json"
-            )
+            text = f"body: a number has more than {MAX_DIGITS} digits in a row; give fewer"
+            raise HttpError(400, text, limit=MAX_DIGITS, code="invalid_json")
         if (cost := cost + int(_BY_BYTE[outside].sum(dtype=np.int64))) > most:
             advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
                 f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, a "
                 f"float 6, an object 16); {advice}",
+                limit=most,
                 code="too_many_elements",
-                limit="max_body_elements" if is_setting else None,
+                setting="max_body_elements" if is_setting else None,
             )
         yield
 

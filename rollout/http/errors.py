@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,9 +45,8 @@ STATUSES: dict[type[TruerollError], int] = {
     DeadlineError: 504,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PARAM = re.compile(r"(?:prompts\[\d+\]: )?(?!prompts\[)([a-z_]\w*(?:[.\[]\w+\]?)*): ")
-
-_ABOUT_TOKENS = re.compile(r"(?:(?:prompts|sequences)\[\d+\]: )?token ids: ")
+_OF_PROMPT = ("prompts[", "sequences[")
+"""How the fields begin that a client of the worker has prompts in."""
 
 
 class Gone(Exception):
@@ -56,8 +54,8 @@ class Gone(Exception):
 
 
 class HttpError(TruerollError):
-    """A request that is answered by `status`. `param`: the field that is wrong. `code`: a word for programs. `limit`:
-    the setting that it exceeds, by which refusals are counted.
+    """A request that is answered by `status`. `code`: a word for programs. `setting`: whose limit it exceeds, by which
+    refusals are counted. `field`, `value`, `limit`: see `TruerollError`; the body calls the field `param`.
     """
 
     def __init__(
@@ -65,24 +63,26 @@ class HttpError(TruerollError):
         status: int,
         message: str,
         *,
-        param: str | None = None,
+        field: str | None = None,
+        value: object = None,
+        limit: int | float | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
-        limit: str | None = None,
+        setting: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.headers, self.limit = status, param, dict(headers or {}), limit
+        super().__init__(message, field=field, value=value, limit=limit)
+        self.status, self.headers, self.setting = status, dict(headers or {}), setting
         self.code = code or _type_of(status)
 
 
 def given_twice(name: str) -> HttpError:
     """The error for a name that a query gives twice: parsers differ in which value they take."""
-    return HttpError(400, f"{name}: given twice in the query; give it once", param=name[:80], code="invalid_request")
+    return HttpError(400, f"{name}: given twice in the query; give it once", field=name, code="invalid_request")
 
 
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
     """What a client is told of an error; nothing of one that no user should meet. `prompt_field`: the field of the
-    request that the worker's errors about token ids refer to.
+    request that has the prompts.
     """
     if isinstance(error, HttpError):
         return error
@@ -90,20 +90,15 @@ def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpErro
         return HttpError(500, "server: broke down; its log says how", code="internal")
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
-    param = _param_of(str(error), prompt_field) if status == 400 else None
-    return HttpError(status, str(error), param=param, code=error.code, headers=headers)
-
-
-def _param_of(message: str, prompt_field: str | None) -> str | None:
-    if _ABOUT_TOKENS.match(message):
-        return prompt_field
-    found = _PARAM.match(message)
-    return found and found[1]
+    is_of_prompt = error.field is not None and error.field.startswith(_OF_PROMPT)
+    field = (prompt_field if is_of_prompt else error.field) if status == 400 else None
+    about: dict[str, Any] = dict(field=field, value=error.value, limit=error.limit)
+    return HttpError(status, str(error), code=error.code, headers=headers, **about)
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
     """The body that tells of it."""
-    told = dict(message=str(error), type=_type_of(error.status), param=error.param, code=error.code)
+    told = dict(message=str(error), type=_type_of(error.status), param=error.field, code=error.code)
     return {"error": told}
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trueroll.errors import brief
 
-from ...engine.request import MAX_TOP_LOGPROBS, SamplingParams, TokenId, describe_validation_error
+from ...engine.request import MAX_TOP_LOGPROBS, SamplingParams, TokenId, about_fault, describe_validation_error
 from .errors import HttpError
 
 SAMPLING = (
@@ -147,7 +147,7 @@ def is_same(value: Any, expected: Any) -> bool:
 def unsupported(name: str, expected: str, value: Any) -> HttpError:
     """What to say of a field whose value asks for what is not served."""
     text = f"{name}: expected {expected}, as this is not served, found {brief(value)}; leave it out"
-    return HttpError(400, text, param=name, code="unsupported_parameter")
+    return HttpError(400, text, field=name, value=value, code="unsupported_parameter")
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
@@ -157,8 +157,7 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
     except ValidationError as error:
         first = error.errors()[0]
         code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_request"
-        param = str(first["loc"][0])[:80] if first["loc"] else None
-        raise HttpError(400, describe_validation_error(error), param=param, code=code) from None
+        raise HttpError(400, describe_validation_error(error), code=code, **about_fault(error, num_parts=1)) from None
 
 
 def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:

@@ -68,7 +68,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         fields["cache_salt"] = own.cache_salt
     params, seed = take_sampling(fields, None)
     wanted = checked(SamplingFields, fields)
-    served.check_lengths([own.token_ids], params.max_tokens)
+    served.check_lengths([own.token_ids], params.max_tokens, "token_ids")
     if not own.stream:
         token_bytes = TokenBytes(TokenBytes.ID + chat_logprobs_bytes(wanted.logprobs, has_bytes=False))
         served.check_answer([own.token_ids], params, token_bytes)

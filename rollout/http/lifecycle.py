@@ -196,7 +196,8 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
     is_push = _is_push(folder)
     tensors = None if is_push else _tensors(folder)
     if is_push and fields.weight_version is not None:
-        raise InvalidRequestError("weight_version: expected none, as the folder names its own; leave it out")
+        text = "weight_version: expected none, as the folder names its own; leave it out"
+        raise InvalidRequestError(text, field="weight_version", value=fields.weight_version)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
             connect_to(publisher, address)
@@ -253,7 +254,7 @@ def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, l
         if value.lower() not in known.get(name, ()):
             expected = " or ".join(known[name]) if name in known else f"one of {sorted(known)}" if known else "none"
             text = f"{name}: expected {expected} in the query, found {brief(value)}; correct it"
-            raise HttpError(400, text, param=name[:80], code="invalid_request")
+            raise HttpError(400, text, field=name, value=value, code="invalid_request")
         found.setdefault(name, []).append(value.lower())
         if len(found[name]) > 1 and name not in _LISTS:
             raise given_twice(name)

@@ -50,7 +50,8 @@ class ServedModel:
             raise HttpError(
                 404,
                 f"model: expected {self.name!r}, the one that is served, found {brief(name)}; correct it",
-                param="model",
+                field="model",
+                value=name,
                 code="model_not_found",
             )
 
@@ -59,20 +60,28 @@ class ServedModel:
         if num_prompts > self.max_prompts:
             raise InvalidRequestError(
                 f"prompt: expected at most {self.max_prompts} prompts, the worker's max_queued_requests, found "
-                f"{num_prompts}; send several requests"
+                f"{num_prompts}; send several requests",
+                field="prompt",
+                value=num_prompts,
+                limit=self.max_prompts,
             )
 
-    def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> None:
-        """Raise an error for a prompt without tokens, and for one that does not fit with its new tokens."""
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
+        """Raise an error that names the field for a prompt without tokens, and for one that does not fit with its new
+        tokens.
+        """
         if not prompts or not all(prompts):
-            raise InvalidRequestError("prompt: expected at least one token in each, found none; give some text")
+            text = "prompt: expected at least one token in each, found none; give some text"
+            raise InvalidRequestError(text, field=field, value=0, limit=1)
         longest = max(map(len, prompts))
-        if longest + (max_tokens or 1) > self.max_model_len:
+        if (most := longest + (max_tokens or 1)) > self.max_model_len:
             raise HttpError(
                 400,
                 f"prompt: expected at most {self.max_model_len} tokens, the model's maximum context length, in prompt "
                 f"and completion together, found {longest} + {max_tokens or 1}; shorten one of them",
-                param="prompt",
+                field=field,
+                value=most,
+                limit=self.max_model_len,
                 code="context_length_exceeded",
             )
 
@@ -115,9 +124,11 @@ class ServedModel:
             400,
             f"{field}: {total} characters are more than {self.max_text_chars}; send several requests, or raise "
             "--max-text-chars",
-            param=field,
+            field=field,
+            value=total,
+            limit=self.max_text_chars,
             code="text_too_long",
-            limit="max_text_chars",
+            setting="max_text_chars",
         )
 
     def _too_long(self, field: str, found: TooMany) -> HttpError:
@@ -125,9 +136,11 @@ class ServedModel:
             400,
             f"{field}: {found.count} {found.what} are more than fit {self.max_model_len} tokens, the model's maximum "
             f"context length, which hold at most {self.max_prompt_chars} characters; shorten it",
-            param=field,
+            field=field,
+            value=found.count,
+            limit=self.max_prompt_chars if found.what == "characters" else self.max_model_len,
             code="context_length_exceeded",
-            limit="max_model_len",
+            setting="max_model_len",
         )
 
     def check_answer(self, prompts: list[list[int]], params: SamplingParams, token_bytes: TokenBytes) -> None:

@@ -120,7 +120,7 @@ class Pages:
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
-            raise HttpError(400, "sample: expected one with tokens, found one without; choose another", param="sample")
+            raise HttpError(400, "sample: expected one with tokens, found one without; choose another", field="sample")
         return _data(await while_present(request.receive, self._scored(group, sample)))
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Pages:
     def _group(self, request: Request, id: int) -> KeptGroup:
         if (found := self._samples.get(id, _viewer(request))) is None:
             text = f"group: expected one of the last, found {brief(id)}, which gave way to others; choose another"
-            raise HttpError(404, text, param="group")
+            raise HttpError(404, text, field="group", value=id)
         return found
 
     def _sample(self, group: KeptGroup, index: int) -> KeptSample:
@@ -156,7 +156,7 @@ class Pages:
             if sample.index == index:
                 return sample
         text = f"sample: expected one that was kept of group {group.id}, found {brief(index)}; choose another"
-        raise HttpError(404, text, param="sample")
+        raise HttpError(404, text, field="sample", value=index)
 
 
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _number(request: Request, name: str) -> float:
         return number
     except ValueError:
         raise HttpError(
-            400, f"{name}: expected a number from 0 on, found {brief(text)}; correct it", param=name
+            400, f"{name}: expected a number from 0 on, found {brief(text)}; correct it", field=name, value=text
         ) from None
 
 

@@ -59,7 +59,7 @@ class Texts:
         try:
             return await self._run(is_long(num_chars), work)
         except ModelError as error:
-            raise InvalidRequestError(f"messages: {error}") from None
+            raise InvalidRequestError(f"messages: {error}", field="messages") from None
 
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens, however many."""

@@ -14,31 +14,32 @@ from trueroll.errors import InvalidRequestError, TruerollError, brief
 from ...engine.columns import columns_of, fields
 from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan, plain
 from .columns import columns_within, fields_for
+from .error_codes import told
 from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span
 
-MAX_ERROR_CHARS = 2000
 _BOOLEANS = frozenset((bool, np.bool_))
 
 
-def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
-    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for.
+def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
+    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming the `field` that they are from.
 
     Integers of numpy are taken like those of Python. Booleans are refused, which numpy would turn into 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
-            raise InvalidRequestError(f"{what}: booleans are not token ids ({brief(token_ids)}); give integers")
+            text = f"{field}: booleans are not token ids ({brief(token_ids)}); give integers"
+            raise InvalidRequestError(text, field=field, value=token_ids)
         token_ids = [plain(token) for token in token_ids]
     try:
         tokens = np.asarray(token_ids)
     except ValueError:  # sequences of several lengths
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {brief(token_ids)}")
+        text = f"{field}: expected a flat sequence of token ids, found {brief(token_ids)}"
+        raise InvalidRequestError(text, field=field, value=token_ids)
     if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
-        raise InvalidRequestError(
-            f"{what}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
-        )
+        text = f"{field}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
+        raise InvalidRequestError(text, field=field, value=int(max(tokens, key=abs)), limit=2**31 - 1)
     return tokens.astype("<i4").tobytes()
 
 
@@ -88,7 +89,7 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
 
 def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
     """The message that says that `id` has no result."""
-    return Error(id=id, code=error.code, message=str(error)[:MAX_ERROR_CHARS], caller=caller)
+    return Error(id=id, caller=caller, **told(error))
 
 
 def sample_output(message: FinishedSample) -> SampleOutput:

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trueroll.errors import ProtocolError, brief
 
-from ...engine.request import describe_validation_error
+from ...engine.request import from_validation
 from ...weight_sync.payload.messages import MAX_ID_CHARS
 from .messages import Done, FinishedSample, FromClient, FromWorker, Scores
 
@@ -128,7 +128,8 @@ def _check_depth(fields: dict[str, Any]) -> None:
         level = [value for values in level for value in _values(values) if isinstance(value, tuple | dict)]
         if not level:
             return
-    raise ProtocolError(f"message: expected maps and arrays at most {MAX_DEPTH} deep, found deeper ones")
+    text = f"message: expected maps and arrays at most {MAX_DEPTH} deep, found deeper ones"
+    raise ProtocolError(text, limit=MAX_DEPTH)
 
 
 def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
@@ -157,11 +158,16 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     version = fields.get("version")
     if version != PROTOCOL_VERSION or type(version) is not int:
         raise ProtocolError(
-            f"version: expected {PROTOCOL_VERSION}, found {brief(version)}; use the same release on both sides"
+            f"version: expected {PROTOCOL_VERSION}, found {brief(version)}; use the same release on both sides",
+            field="version",
+            value=version,
+            limit=PROTOCOL_VERSION,
         )
     if fields.get("type") not in types:
-        raise ProtocolError(f"type: expected one of {', '.join(types)}, found {brief(fields.get('type'))}")
+        found = fields.get("type")
+        text = f"type: expected one of {', '.join(types)}, found {brief(found)}"
+        raise ProtocolError(text, field="type", value=found)
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise ProtocolError(describe_validation_error(error)) from None
+        raise from_validation(ProtocolError, error, first_part=1) from None  # the location begins with the type

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
-from pydantic import AfterValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
+
+from trueroll.errors import MAX_FIELD_CHARS, MAX_VALUE_CHARS
 
 from ...engine.request import (
     MAX_SPANS,
@@ -47,6 +49,7 @@ def _is_whole_words(data: bytes) -> bytes:
     return data
 
 
+Number: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**64)] | float
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 Spans = Annotated[tuple[ContentSpan, ...], FailFast(), Field(max_length=MAX_SPANS)]
@@ -65,11 +68,12 @@ class _Request(Message):
     wait_for_weights: bool = False
     caller: Id | None = None
 
-    @model_validator(mode="after")
-    def _knows_what_it_waits_for(self) -> Self:
-        if self.wait_for_weights and self.min_weight_version is None:
+    @field_validator("wait_for_weights")
+    @classmethod
+    def _knows_what_it_waits_for(cls, waits: bool, info: ValidationInfo) -> bool:
+        if waits and info.data.get("min_weight_version", 0) is None:
             raise ValueError("wait_for_weights: expected min_weight_version with it, found none; give both")
-        return self
+        return waits
 
 
 class Generate(_Request):
@@ -320,12 +324,17 @@ class Scores(Message):
 
 
 class Error(Message):
-    """Ends the message `id` without a result; None if the message could not be read that far."""
+    """Ends the message `id` without a result; None if the message could not be read that far. `field`, `value`,
+    `limit`: those of `TruerollError`.
+    """
 
     type: Literal["error"] = "error"
     id: Id | None
     code: str
     message: str
+    field: Annotated[str, Field(max_length=MAX_FIELD_CHARS)] | None = None
+    value: bool | Number | Annotated[str, Field(max_length=MAX_VALUE_CHARS)] | None = None
+    limit: Number | None = None
     caller: Id | None = None
 
 

@@ -2,21 +2,46 @@
 
 Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what is
 wrong, with the value, and what to do, and what it quotes is short: `brief`, `said`. `printable` escapes names and texts
-from outside for people. Imports the standard library alone, so that each folder, and a client without torch, can use
-it.
+from outside for people.
+
+The lowest floor: it imports the standard library alone, and every folder, and a client without torch, imports it. It is
+installed as `trueroll.errors`, apart from the package `trueroll.rollout`, although its file lies in that one's folder.
 """
 
 from __future__ import annotations
 
+import math
 import reprlib
 import unicodedata
-from typing import Any
+from typing import Any, Self, TypeAlias
+
+Value: TypeAlias = bool | int | float | str
+MAX_FIELD_CHARS = 128
+MAX_VALUE_CHARS = 80
 
 
 class TruerollError(Exception):
-    """Root of every error that a user of trueroll can meet."""
+    """Root of every error that a user of trueroll can meet.
+
+    Beside the text an error tells programs what it is about, None where there is nothing to tell. `field`: the
+    parameter that is wrong, as the caller wrote it: `max_tokens`, `prompts[3]`. `value`: what was found: a number, a
+    truth value or a text of at most `MAX_VALUE_CHARS` characters, by `brief` if it is anything else. `limit`: the
+    number that the value has to keep to.
+    """
 
     code = "internal"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, value: object = None, limit: int | float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.field = None if field is None else printable(field)[:MAX_FIELD_CHARS]
+        self.value = None if value is None else _plain(value)
+        self.limit = limit if limit is None or _is_small(limit) else None
+
+    def retold(self, message: str, field: str | None = None) -> Self:
+        """The same error with another text and, if it is given, another field."""
+        return type(self)(message, field=field or self.field, value=self.value, limit=self.limit)
 
 
 class ConfigError(TruerollError):
@@ -181,6 +206,20 @@ _BRIEF = _Brief()
 def brief(value: object) -> str:
     """What was found, for the text of an error: at most 80 characters of any value."""
     return _BRIEF.repr(value)[:80]
+
+
+def _plain(value: object) -> Value:
+    """The value, if it is a number or a short text that can be shown and sent; otherwise what `brief` says of it."""
+    if isinstance(value, int | float):
+        return value if _is_small(value) else brief(value)
+    if isinstance(value, str) and len(value) <= MAX_VALUE_CHARS and value.isprintable():
+        return value
+    return brief(value)
+
+
+def _is_small(number: int | float) -> bool:
+    """Whether the number is finite and, if it is an integer, fits in 64 bits."""
+    return math.isfinite(number) if isinstance(number, float) else -(2**63) <= number < 2**64
 
 
 def said(cause: object) -> str:

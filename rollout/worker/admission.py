@@ -35,7 +35,8 @@ def check_admission(
     _check_state(conditions, config)
     num_samples = message.params.n if isinstance(message, Generate) else 1
     if num_samples > config.max_n:
-        raise InvalidRequestError(f"n: expected at most max_n = {config.max_n}, found {num_samples}")
+        text = f"n: expected at most max_n = {config.max_n}, found {num_samples}"
+        raise InvalidRequestError(text, field="n", value=num_samples, limit=config.max_n)
     _check_limit(config, "max_queued_requests", len(ledger.open), 1)
     _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
     _check_limit(config, "max_queued_bytes", ledger.num_bytes_open, num_bytes_of(message))
@@ -72,30 +73,37 @@ def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Le
 
 def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
     return QueueFullError(
-        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later"
+        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later",
+        value=most + 1,
+        limit=most,
     )
 
 
 def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
     state = conditions.state
     if conditions.is_ending or state == "failed":
-        raise UnavailableError(f"worker: found state {state}, in which it ends; use another worker")
+        raise UnavailableError(f"worker: found state {state}, in which it ends; use another worker", value=state)
     if config.while_unavailable == "reject" and state not in ("loading", "ready"):
         raise UnavailableError(
             f"worker: expected state ready, found {state}; try again later, or start the worker with "
-            "while_unavailable = queue"
+            "while_unavailable = queue",
+            value=state,
         )
 
 
 def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
     if held + more > (most := getattr(config, limit)):
         raise QueueFullError(
-            f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again"
+            f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again",
+            field=limit,
+            value=held + more,
+            limit=most,
         )
 
 
-def _length(message: Generate | GetScores) -> tuple[int, int]:
-    """Tokens of the prompt, and how many may follow."""
+def _length(message: Generate | GetScores) -> tuple[str, int, int]:
+    """The field with the prompt, its tokens, and how many may follow."""
     if isinstance(message, GetScores):
-        return len(message.token_ids) // 4, 0
-    return len(message.prompt_token_ids) // 4, 1 if (most := message.params.max_tokens) is None else most
+        return "token_ids", len(message.token_ids) // 4, 0
+    num_new = 1 if (most := message.params.max_tokens) is None else most
+    return "prompt_token_ids", len(message.prompt_token_ids) // 4, num_new

@@ -58,7 +58,9 @@ class Calls:
             return True
         if known.content != content:
             raise IdConflictError(
-                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again"
+                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again",
+                field="id",
+                value=call.id,
             )
         if known.reply is None:
             self._check_room(len(known.callers))
@@ -69,7 +71,8 @@ class Calls:
 
     def _check_room(self, found: int) -> None:
         if found >= self._most:
-            raise QueueFullError(f"calls: found {found} of at most {self._most} under way; wait for their replies")
+            text = f"calls: found {found} of at most {self._most} under way; wait for their replies"
+            raise QueueFullError(text, value=found + 1, limit=self._most)
 
     def refuse(self, key: str, error: TruerollError) -> None:
         """End a call that is under way with an error."""

@@ -106,7 +106,8 @@ class Control:
     def _check(self, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
         if self.pushes.target is None:
             raise IllegalStateError(
-                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready"
+                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready",
+                value=self.lifecycle.state,
             )
         self.lifecycle.check(call.type)
 
@@ -230,7 +231,8 @@ class Control:
 
         self.lifecycle.check_weights_awake(call.type)
         if self.lifecycle.standing.is_dirty:
-            raise IllegalStateError(f"{call.type}: expected whole weights, found state dirty; push some first")
+            text = f"{call.type}: expected whole weights, found state dirty; push some first"
+            raise IllegalStateError(text, value="dirty")
         weights, checksums = self.pushes.weights, {}
 
         def compute(engine: ServedEngine, in_flight: InFlight) -> list[Output]:

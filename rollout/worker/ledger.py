@@ -218,7 +218,10 @@ class Ledger:
         entry = self.open.get(key) or self.kept.get(key)
         if entry is not None and asked_by(entry.message, None, False) != asked_by(message, None, False):
             raise IdConflictError(
-                f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
+                f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same "
+                "content",
+                field="id",
+                value=message.id,
             )
         return entry
 

@@ -105,9 +105,11 @@ class Lifecycle:
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
             if self.is_ending:
-                raise UnavailableError(f"{call}: expected a worker that goes on, found one that ends; use another one")
+                text = f"{call}: expected a worker that goes on, found one that ends; use another one"
+                raise UnavailableError(text, value=self.state)
             raise IllegalStateError(
-                f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}"
+                f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}",
+                value=self.state,
             )
 
     def check_weights_awake(self, call: str) -> None:
@@ -115,7 +117,8 @@ class Lifecycle:
         if "weights" in self.standing.sleeping:
             raise IllegalStateError(
                 f"{call}: expected weights that are awake, found state {self.state} with weights asleep; "
-                'call wake_up(tags=["weights"]) first'
+                'call wake_up(tags=["weights"]) first',
+                value=self.state,
             )
 
     def finish_loading(self) -> None:

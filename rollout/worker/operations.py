@@ -91,7 +91,8 @@ class Operations:
                 raise IllegalStateError(
                     f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, found {count} unfinished "
                     "requests that nothing computes; resume first, or choose in_flight recompute or abort if it is not "
-                    "a drain"
+                    "a drain",
+                    value=count,
                 )
             operation.in_flight = "recompute"  # of nothing: what is there has not begun
         self.current = operation

@@ -23,6 +23,7 @@ from trueroll.errors import TruerollError
 from ...engine.config import EngineConfig
 from ..config import WorkerConfig
 from ..logs import log_to_stderr
+from ..protocol.error_codes import told
 from .engine_thread import ServedEngine
 from .worker import Worker
 
@@ -97,7 +98,7 @@ def _exit(code: int) -> NoReturn:
 def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> None:
     """Run the worker that `launch_worker` asks for: settings in one JSON line on stdin, the outcome in one on stdout.
 
-    The outcome is `{"address": ...}` or `{"code": ..., "message": ...}`. The end of stdin, which comes when the parent
+    The outcome is `{"address": ...}`, or the error as `told` puts it. The end of stdin, which comes when the parent
     closes it or dies, means drain and exit.
     """
     log_to_stderr(logging.WARNING)
@@ -109,7 +110,7 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
         threading.Thread(target=_end_with_parent, args=(worker_config.drain_seconds,), daemon=True).start()
         serve(worker_config, lambda: load(engine_config), lambda address, _: _report(report, address=address))
     except TruerollError as error:
-        _report(report, code=error.code, message=str(error))
+        _report(report, **told(error))
         sys.exit(1)
 
 

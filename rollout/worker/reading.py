@@ -31,10 +31,14 @@ def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.Fr
 
 def _only_frame(frames: list[bytes], limit: int) -> bytes:
     if len(frames) != 1:
-        raise ProtocolError(f"message: expected one frame (a DEALER socket sends that), found {len(frames)}")
+        found = len(frames)
+        text = f"message: expected one frame (a DEALER socket sends that), found {found}"
+        raise ProtocolError(text, value=found, limit=1)
     if (found := len(frames[0])) > limit:
         raise MessageTooLargeError(
-            f"message: expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit"
+            f"message: expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit",
+            value=found,
+            limit=limit,
         )
     return frames[0]
 
@@ -48,7 +52,8 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(
             f"{message.type}: expected a client with the role control, found {client.user} with the role "
-            f"{client.role}; use another key, or change the worker's clients_file and start it anew"
+            f"{client.role}; use another key, or change the worker's clients_file and start it anew",
+            value=client.role,
         )
     # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
     if client.user is not None and not peer.identity.startswith(b"\0"):

@@ -104,7 +104,10 @@ def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
     """What to tell whoever demands newer weights than those of `version`."""
     return StaleWeightsError(
         f"min_weight_version: expected weights of version {message.min_weight_version} or later, found version "
-        f"{version} served, as by a worker that was started anew; push again, or ask with wait_for_weights"
+        f"{version} served, as by a worker that was started anew; push again, or ask with wait_for_weights",
+        field="min_weight_version",
+        value=message.min_weight_version,
+        limit=version,
     )
 
 

@@ -75,7 +75,8 @@ class TruerollServer:
         StaleWeightsError if the worker was started anew.
         """
         if given := [name for name, value in media.items() if value]:
-            raise InvalidRequestError(f"{', '.join(given)}: expected none, as a worker serves text only; leave it out")
+            text = f"{', '.join(given)}: expected none, as a worker serves text only; leave it out"
+            raise InvalidRequestError(text, field=given[0])
         prompt = normalize_token_ids(prompt_ids)
         while not self._gate.is_set():
             if self._rejects:

@@ -77,9 +77,11 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
     for name, value in NEUTRAL.items():
         if (found := fields.pop(name, value)) != value:
-            raise InvalidRequestError(f"{name}: expected {value}, as a worker has no such thing, found {found}")
+            text = f"{name}: expected {value}, as a worker has no such thing, found {found}"
+            raise InvalidRequestError(text, field=name, value=found)
     if fields.get("n", 1) != 1:
-        raise InvalidRequestError(f"n: expected 1, as verl takes one sample of a request, found {fields['n']}")
+        text = f"n: expected 1, as verl takes one sample of a request, found {fields['n']}"
+        raise InvalidRequestError(text, field="n", value=fields["n"], limit=1)
     fields["logprobs"] = LOGPROBS_MODES[config.logprobs_mode] if fields.get("logprobs") else None
     fields["max_tokens"] = _max_tokens(fields, config, prompt_len)
     return SamplingParams(**fields)
@@ -91,7 +93,10 @@ def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
     if room < 1:
         raise InvalidRequestError(
             f"prompt: expected fewer than max_model_len = {max_model_len(config)} tokens, found {prompt_len}; shorten "
-            "it, or raise rollout.max_model_len"
+            "it, or raise rollout.max_model_len",
+            field="prompt",
+            value=prompt_len,
+            limit=max_model_len(config) - 1,
         )
     of_turns = config.prompt_length + config.response_length - prompt_len
     wanted = [fields.pop(name) for name in ("max_tokens", "max_new_tokens") if fields.get(name) is not None]

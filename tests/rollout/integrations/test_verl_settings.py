@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import about
 
 from trueroll.engine.config import EngineConfig
 from trueroll.errors import ConfigError, InvalidRequestError
@@ -85,14 +86,14 @@ def test_no_response_goes_beyond_the_context(given: dict[str, Any], prompt_len: 
 
 
 @pytest.mark.parametrize(
-    ("given", "prompt_len", "said"),
+    ("given", "prompt_len", "field"),
     [
-        ({"repetition_penalty": 1.1}, 10, "repetition_penalty: expected 1.0"),
-        ({"n": 2}, 10, "n: expected 1"),
-        ({"logit_bias": {}}, 10, "logit_bias: unknown parameter"),
-        ({}, 1024, "prompt: expected fewer than max_model_len = 1024 tokens, found 1024"),
+        ({"repetition_penalty": 1.1}, 10, "repetition_penalty"),
+        ({"n": 2}, 10, "n"),
+        ({"logit_bias": {}}, 10, "logit_bias"),
+        ({}, 1024, "prompt"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(given: dict[str, Any], prompt_len: int, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
+def test_a_request_that_cannot_be_served_is_refused(given: dict[str, Any], prompt_len: int, field: str) -> None:
+    with pytest.raises(InvalidRequestError, check=about(field)):
         sampling_params(given, section(), prompt_len, seed=None)
