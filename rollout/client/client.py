@@ -46,8 +46,9 @@ from ...engine.request import (
 )
 from .. import protocol
 from ..network.keys import Key
-from .connection import Connection, Inbox
+from .connection import Connection
 from .continuation import joined
+from .inbox import Inbox
 from .loop_thread import LoopThread
 from .received import Received
 from .requests import (

@@ -198,7 +198,8 @@ class Pushes:
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
         """Start the thread that receives a push. Raise PushError if none can be started."""
-        from ...weight_sync.worker.receiver import Receiver, begin_seconds
+        from ...weight_sync.worker.call_queue import begin_seconds
+        from ...weight_sync.worker.receiver import Receiver
 
         assert self.target is not None
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)

@@ -176,7 +176,7 @@ def test_whoever_joins_is_told_first_what_is_there(worker: WorkerOnThread, steps
 
 def test_what_is_there_is_told_while_nothing_is_computed(client: RolloutClient, steps: Steps) -> None:
     with (
-        RawClient(client._client._connection._address) as first,
+        RawClient(client._client._connection._line.address) as first,
         RawClient(first.socket.LAST_ENDPOINT.decode()) as late,
     ):
         first.generate("a", max_tokens=9)
@@ -252,7 +252,7 @@ def test_a_reader_that_does_not_read_gets_one_message_later(
 
 def test_an_aborted_sample_is_what_was_told_of_it(client: RolloutClient, steps: Steps) -> None:
     stream = client.stream([[1]], LONG, deltas=True, request_ids=["a"])
-    with RawClient(client._client._connection._address) as raw:
+    with RawClient(client._client._connection._line.address) as raw:
         events: list[Event] = []
         reader = threading.Thread(target=lambda: events.extend(stream))
         reader.start()

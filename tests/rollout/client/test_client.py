@@ -299,7 +299,7 @@ client = RolloutClient(sys.argv[1])
 stream = client.stream([[1], [2]], SamplingParams(n=300, max_tokens=300))
 {ending}
 """
-    address = client._client._connection._address
+    address = client._client._connection._line.address
     script = subprocess.run([sys.executable, "-c", code, address], timeout=20, capture_output=True, text=True)
     assert script.returncode == ("raise" in ending) and "ignored" not in script.stderr, script.stderr
     while client.health().requests["open"]:
@@ -439,13 +439,13 @@ def test_what_a_lost_worker_never_had_is_not_given_up_there() -> None:
             client = AsyncRolloutClient(worker.address)
             await client.health()
         connection = client._connection
-        while connection._is_connected:
+        while connection._window.is_open:
             await asyncio.sleep(0.01)
         async with client:
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(client.generate([[1]], LONG), 0.01)
-            assert connection._notices == [] and connection._calls == {}
+            assert connection._notices == [] and len(connection._calls) == 0
 
     asyncio.run(run())
 

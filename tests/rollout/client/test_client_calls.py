@@ -134,7 +134,7 @@ def test_one_call_ends_many_requests_and_passes_over_the_finished(client: Rollou
     assert client.abort(["a", "gone", "b"], missing_ok=True) == 2
     with pytest.raises(UnknownRequestError, match="'gone'"):
         client.abort(["gone"])
-    with RolloutClient(client._client._connection._address) as other:
+    with RolloutClient(client._client._connection._line.address) as other:
         assert other.abort_all() == 0, "of its own requests"
     assert client.abort_all() == 1
     thread.join()
@@ -265,7 +265,7 @@ def in_a_child(act: Callable[[], object]) -> str:
 def test_a_client_says_in_a_forked_process_where_it_belongs(client: RolloutClient) -> None:
     client.health()
     publisher = WeightPublisher("shared")
-    publisher.connect([client._client._connection._address])
+    publisher.connect([client._client._connection._line.address])
     calls = [client.health, lambda: client.generate([[1]]), lambda: list(client.stream([[1]])), client.close]
     for call in [*calls, lambda: publisher.push({}, 1), publisher.close]:
         said = in_a_child(call)

@@ -329,14 +329,14 @@ def test_a_wait_survives_a_lost_connection_and_a_call_that_is_cancelled_ends_it(
             given_up.cancel()
             while (await client.health()).requests["open"] > 1:
                 pass
-            connection, hello = client._connection, client._connection._hello_id
-            connection._socket.disconnect(connection._address)
-            connection._is_connected = False
-            connection._socket.connect(connection._address)
+            line, window = client._connection._line, client._connection._window
+            line._socket.disconnect(line.address)
+            window.is_open = False
+            line._socket.connect(line.address)
             await asyncio.to_thread(push_by_itself)
             [group] = await kept
             assert [span.version for span in group.samples[0].weight_versions] == [LATER]
-            assert connection._hello_id != hello, "it connected anew"
+            assert client._connection._window is not window, "it connected anew"
 
     def push_by_itself() -> None:
         with RawClient(worker.address) as raw:

@@ -617,7 +617,7 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
     assert entered.wait(SECONDS)
     closer = threading.Thread(target=feed.receiver.close)
     closer.start()
-    while not feed.receiver._is_closed:
+    while not feed.receiver._writing.is_closed:
         time.sleep(0.001)
     closer.join(0.1)
     assert closer.is_alive()
