@@ -134,7 +134,7 @@ class Admission:
     def _new_sequence(self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain) -> Sequence:
         sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
         sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
-        self._scheduler.add(sequence)
+        self._scheduler.waiting.add(sequence)
         return sequence
 
     def _join(self, running: Sequence, samples: list[OpenSample]) -> None:

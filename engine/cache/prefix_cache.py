@@ -65,11 +65,6 @@ class PrefixCache:
         return self.tables.block_size
 
     @property
-    def epoch(self) -> int:
-        """How often the cache was invalidated."""
-        return self.identity.epoch
-
-    @property
     def entries(self) -> Collection[Entry]:
         """All that are in the index."""
         return self._index.values()
@@ -110,7 +105,7 @@ class PrefixCache:
 
     def publish(self, chain: Chain, tokens: array[int], table: Table, num_computed: int) -> None:
         """Makes the full blocks of the computed tokens [0, num_computed) findable, if the epoch is still theirs."""
-        if not self.enabled or chain.epoch != self.epoch:
+        if not self.enabled or chain.epoch != self.identity.epoch:
             return
         num_full = num_computed // self.block_size
         self.identity.extend(chain, tokens, num_full)

@@ -118,10 +118,6 @@ class StateSlots:
             if slot is not None:
                 self.release(slot)
 
-    def clear(self) -> None:
-        """Drops all checkpoints that are ready."""
-        self.forget([*self._ready])
-
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise RuntimeError unless `held`, a slot for each reference of a sequence or a step, accounts for all."""
         counts = [0] * self.num_slots

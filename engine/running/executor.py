@@ -150,10 +150,9 @@ class LocalExecutor:
             self._graphs.capture()
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
-        self._lanes = LaneState(config.max_num_seqs, device)
+        self._lanes = LaneState(config.max_num_seqs, device) if runs_ahead(device) else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
-        self.runs_ahead = runs_ahead(device)
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
@@ -162,6 +161,10 @@ class LocalExecutor:
     @property
     def routes(self) -> RouteFormat | None:
         return None if self._experts is None else self._experts.format
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._lanes is not None
 
     def check_ready(self) -> None:
         if self._asleep:
@@ -176,7 +179,7 @@ class LocalExecutor:
         routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws) else None
-        if drawing is not None and self.runs_ahead:
+        if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)
 

@@ -85,7 +85,7 @@ class _Inputs:
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
-    def fill_tokens(self, step: Step, lanes: LaneState) -> None:
+    def fill_tokens(self, step: Step, lanes: LaneState | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
         columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
@@ -162,7 +162,7 @@ class DecodeGraphs:
         return self.serves(step) and each_draws_once and step.draws.are_plain
 
     @torch.inference_mode()
-    def run(self, step: Step, lanes: LaneState) -> ModelOutput:
+    def run(self, step: Step, lanes: LaneState | None) -> ModelOutput:
         """What `ModelRunner.run` gives; it holds until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
         graphs.inputs.fill_tokens(step, lanes)

@@ -52,10 +52,10 @@ class ModelRunner:
         self._has_states = bool(model.spec.delta_nets)
 
     @torch.inference_mode()
-    def run(self, step: Step, lanes: LaneState) -> ModelOutput:
+    def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Computes what a step adds to the memories and returns what the model gives of its tokens.
 
-        `lanes`: what the steps before have drawn.
+        `lanes`: what the steps before have drawn, where steps have unseen tokens.
         """
         pages = [
             Pages(self.to_device(slots), AttentionBatch(step.query_starts, step.context_lens, self.to_device(tables)))
@@ -80,11 +80,12 @@ class ModelRunner:
             return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states)))
         return self.model.forward(ModelInput(*tokens))
 
-    def token_ids(self, step: Step, lanes: LaneState) -> Tensor:
+    def token_ids(self, step: Step, lanes: LaneState | None) -> Tensor:
         """The tokens of a step, int64 [M], on the device."""
         token_ids = self.to_device(step.token_ids)
         if not step.unseen.size:
             return token_ids
+        assert lanes is not None
         places, drawing = self.to_device(step.unseen)
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 

@@ -54,6 +54,40 @@ class Slots(NamedTuple):
 NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
+class Branches:
+    """Where prompts branch of which no checkpoint is there: by the hash of the last block before it, the sequence that
+    is about to take one.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._takers: dict[bytes, Sequence] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a sequence is about to take a checkpoint at the end of this block."""
+        return key in self._takers
+
+    def find(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
+        """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
+        sequence is about to take a checkpoint.
+        """
+        keys = sequence.chain.hashes[num_resumed:num_hits]
+        return next((key for key in reversed(keys) if key in self._takers), None)
+
+    def expect(self, sequence: Sequence, num_hits: int) -> None:
+        """Lets a sequence that begins take a checkpoint at the end of the blocks that it found in the cache."""
+        sequence.branch = num_hits * self._block_size
+        self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence has taken its checkpoint, or takes none."""
+        if sequence.branch:
+            key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
+            if self._takers.get(key) is sequence:
+                del self._takers[key]
+            sequence.branch = 0
+
+
 class RecurrentStates:
     """The slots of running sequences, and the checkpoints that their steps take; of a model without recurrent layers
     there are no slots, and every prefix can be resumed.
@@ -61,10 +95,10 @@ class RecurrentStates:
 
     def __init__(self, slots: StateSlots, lanes: Lanes, block_size: int, intervals: Intervals) -> None:
         self.slots = slots
+        self.branches = Branches(block_size)
         self._lanes = lanes
         self._block_size = block_size
         self._intervals = intervals
-        self._branches: dict[bytes, Sequence] = {}  # by the last block before them: who takes the checkpoint there
         self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
@@ -81,30 +115,6 @@ class RecurrentStates:
             return None
         self.slots.stats.restored += source != NO_SLOT
         return Slots(own, source)
-
-    def branch_under_way(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
-        """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
-        sequence is about to take a checkpoint.
-        """
-        keys = sequence.chain.hashes[num_resumed:num_hits]
-        return next((key for key in reversed(keys) if key in self._branches), None)
-
-    def expect_branch(self, sequence: Sequence, num_hits: int) -> None:
-        """Lets a sequence that begins take a checkpoint at the end of the blocks that it found in the cache."""
-        if self.slots.budget:
-            sequence.branch = num_hits * self._block_size
-            self._branches.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
-
-    def is_branch(self, key: bytes) -> bool:
-        """Whether a sequence is about to take a checkpoint at the end of this block."""
-        return key in self._branches
-
-    def _leave_branch(self, sequence: Sequence) -> None:
-        if sequence.branch:
-            key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
-            if self._branches.get(key) is sequence:
-                del self._branches[key]
-            sequence.branch = 0
 
     def fork(self, parent: Sequence) -> Slots | None:
         """Slots for a child that goes on from its parent's state, which stays as it is from now on. None if there is
@@ -128,7 +138,7 @@ class RecurrentStates:
         reserved = self.slots.reserve()
         if reserved is None:
             if sequence.num_computed + size >= sequence.branch:
-                self._leave_branch(sequence)
+                self.branches.leave(sequence)
             return size
         self._lanes.target[sequence.lane] = reserved
         return place - sequence.num_computed
@@ -160,7 +170,7 @@ class RecurrentStates:
             if slot is None:
                 continue
             if end == sequence.branch:
-                self._leave_branch(sequence)
+                self.branches.leave(sequence)
             if sequence.table and sequence.chain.epoch == epoch:
                 self.slots.make_ready(sequence.chain.entries[end // self._block_size - 1], slot)
             else:
@@ -168,7 +178,7 @@ class RecurrentStates:
 
     def release(self, sequence: Sequence) -> None:
         """Takes the slots of a sequence that is about to leave its lane; what `cut` reserved is not computed."""
-        self._leave_branch(sequence)
+        self.branches.leave(sequence)
         slot, source, target = self._held(sequence)
         if slot == NO_SLOT:
             return

@@ -85,10 +85,6 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._starter = Starter(cache, self.waiting, self.running, routes, max_num_batched_tokens, self.stats)
 
-    def add(self, sequence: Sequence) -> None:
-        """Lets a sequence that holds no blocks wait for its turn."""
-        self.waiting.add(sequence)
-
     def schedule(self) -> Chunks:
         """The chunks of the next step, with blocks reserved for them.
 
@@ -125,7 +121,7 @@ class Scheduler:
                 cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
                 if self.routes is not None and sequence.routes is not None:
                     _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, size)
-        self.running.states.publish(chunks, cache.epoch)
+        self.running.states.publish(chunks, cache.identity.epoch)
         left = cache.tables.leave_windows(chunks.starts, chunks.ends)
         for sequence, _, end in chunks.take(np.flatnonzero(left)):
             if sequence.table:
@@ -135,7 +131,7 @@ class Scheduler:
         """What `Running.fork` gives. If it does not run, it waits, and finds the shared blocks again when it starts."""
         child = self.running.fork(parent, sample, token)
         if not child.table:
-            self.add(child)
+            self.waiting.add(child)
         return child
 
     def finish(self, sequence: Sequence) -> None:
@@ -207,7 +203,7 @@ class Scheduler:
     def _suspend(self, sequence: Sequence) -> None:
         """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
         self.running.leave(sequence)
-        self.add(sequence)
+        self.waiting.add(sequence)
 
     def _start_waiting(self, plan: _Plan) -> None:
         self.waiting.take_back(self._starter.is_under_way)

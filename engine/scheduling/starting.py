@@ -48,14 +48,14 @@ class Starter:
         waits for a prefix is set aside.
         """
         cache = self._cache
-        if sequence.chain.epoch != cache.epoch:
+        if sequence.chain.epoch != cache.identity.epoch:
             self._renew(sequence)
         # The last token is always computed: its logits are needed. A score request needs the logits of every token.
         limit = sequence.num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         found = cache.lookup(sequence.chain, sequence.tokens, limit)
         hits = self._recorded(sequence, found)
         resumed = cache.deepest(hits, self._states.slots.is_ready) if self._states.slots.num_slots else hits
-        awaited = cache.find_claim(sequence.chain, len(hits), limit) or self._states.branch_under_way(
+        awaited = cache.find_claim(sequence.chain, len(hits), limit) or self._states.branches.find(
             sequence, len(resumed), len(hits)
         )
         if awaited is not None:
@@ -66,15 +66,15 @@ class Starter:
         slots = self._states.begin(resumed)
         if slots is None:
             return Outcome.WAIT_FOR_BLOCKS
-        if len(resumed) < len(hits):
-            self._states.expect_branch(sequence, len(hits))
+        if len(resumed) < len(hits) and self._states.slots.budget:
+            self._states.branches.expect(sequence, len(hits))
         self._begin(sequence, resumed, slots)
         self._stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
         return Outcome.STARTED
 
     def is_under_way(self, key: bytes) -> bool:
         """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
-        return key in self._cache.claims or self._states.is_branch(key)
+        return key in self._cache.claims or key in self._states.branches
 
     def _renew(self, sequence: Sequence) -> None:
         """Gives a sequence a chain of the current epoch."""

@@ -191,7 +191,7 @@ class Worker:
         chain, tokens = self._scheduler.cache.identity.new_chain(None), array("i", prompt.tobytes())
         sequence = Sequence(samples[0].order, tokens, len(tokens), chain, Generation(samples))
         self.groups[group], self._left[group] = sequence, len(samples)
-        self._scheduler.add(sequence)
+        self._scheduler.waiting.add(sequence)
 
     def begin_step(self) -> float:
         """Plans a step; how long it takes."""

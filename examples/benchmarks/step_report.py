@@ -29,6 +29,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelOutput
 from trueroll.engine.request import GenerateRequest, SamplingParams
+from trueroll.engine.running.lane_state import LaneState
 from trueroll.engine.running.loading import load_dummy
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Generation, Sequence
@@ -79,7 +80,7 @@ class Host:
                 num_threads=1,
             )
             self.engine = Engine(config, load_dummy(config))
-        self.engine._executor.runs_ahead = True
+        self.engine._executor._lanes = LaneState(num_sequences, torch.device("cpu"))
         self.random = np.random.default_rng(0)
         hidden = torch.zeros(1, MODEL["hidden_size"])
         self.engine._executor._runner.forward = lambda token_ids, *_: ModelOutput(hidden.expand(len(token_ids), -1), {})
@@ -132,7 +133,7 @@ class Load:
         sequence = Sequence(
             (self.arrivals, 0), prompt, len(prompt), self.cache.identity.new_chain(None), Generation([])
         )
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.add(sequence)
         self.arrivals += 1
         return sequence
 

@@ -415,7 +415,7 @@ class AsyncRolloutClient:
         try:
             _, reply = await inbox.get()
         finally:
-            self._connection.give_up([message.id])
+            self._connection.calls.give_up([message.id])
         assert not isinstance(reply, Received), "no call with a single reply has deltas"
         if isinstance(reply, TruerollError):
             raise reply
@@ -431,7 +431,7 @@ class AsyncRolloutClient:
         `in_groups`: the caller looks at no sample before its group has ended, and at the last one of each index. One
         worker sends none twice; several may have to begin a group anew.
         """
-        self._check_ids([request.id for request in requests.values()])
+        _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
         positions = {request.id: position for position, request in requests.items()}
         unfinished, finished = set(positions), set()
@@ -467,31 +467,34 @@ class AsyncRolloutClient:
         finally:
             for id in positions:
                 self._open.pop(id, None)
-            known = self._connection.give_up(unfinished)
+            known = self._connection.calls.give_up(unfinished)
             known |= {
                 id
                 for id, reply in inbox.rest()
                 if id in unfinished and isinstance(reply, protocol.Done | protocol.Scores)
             }
             if not is_lost:
-                self._settle(requests.values(), known, finished)
+                _settle(self._connection, requests.values(), known, finished)
 
-    def _settle(self, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]) -> None:
-        """Tell the worker what is not waited for any more, and what has arrived."""
-        for request in requests:
-            if request.id in given_up:
-                self._connection.notify(
-                    protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller)
-                )
-        ids = list(finished)
-        for start in range(0, len(ids), protocol.MAX_ACK_IDS):
-            self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
 
-    def _check_ids(self, ids: list[str]) -> None:
-        for id, count in Counter(ids).items():
-            if count > 1 or self._connection.knows(id):
-                text = f"request_ids: expected ids that are not in use, found {id!r} twice"
-                raise InvalidRequestError(text, field="request_ids", value=id)
+def _settle(
+    connection: Connection, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]
+) -> None:
+    """Tell the worker what is not waited for any more, and what has arrived."""
+    for request in requests:
+        if request.id in given_up:
+            connection.notify(protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller))
+    ids = list(finished)
+    for start in range(0, len(ids), protocol.MAX_ACK_IDS):
+        connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
+
+
+def _check_ids(connection: Connection, ids: list[str]) -> None:
+    """Raise InvalidRequestError for ids that are given twice, or are in use."""
+    for id, count in Counter(ids).items():
+        if count > 1 or id in connection.calls:
+            text = f"request_ids: expected ids that are not in use, found {id!r} twice"
+            raise InvalidRequestError(text, field="request_ids", value=id)
 
 
 def _blocking(

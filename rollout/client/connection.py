@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trueroll.errors import MessageTooLargeError, TruerollError, WorkerLostError
@@ -32,12 +32,14 @@ WINDOW_BYTES = 2**24
 @dataclass
 class _Window:
     """`queue`: the ids of calls that are to be sent. `unconfirmed`: bytes that were sent since the worker gave its word
-    that it has taken what came before. `is_open`: whether the worker has answered on this connection.
+    that it has taken what came before. `is_open`: whether the worker has answered on this connection. `notices`: what
+    is told the same worker once it has answered on the next one.
     """
 
     queue: deque[str] = field(default_factory=deque)
     unconfirmed: int = 0
     is_open: bool = False
+    notices: list[bytes] = field(default_factory=list)
 
     @property
     def has_next(self) -> bool:
@@ -47,15 +49,14 @@ class _Window:
 
 class Connection:
     """Connects at the first call. `timeout`: seconds without any sign of life, while calls wait, that mean a lost
-    worker.
+    worker. `calls`: those that wait for their end.
     """
 
     def __init__(self, address: str, timeout: float, server_public_key: Key | None, client_key: Key | None) -> None:
         self._line = Line(address, server_public_key, client_key, self)
         self._timeout = timeout
-        self._calls = PendingCalls()
+        self.calls = PendingCalls()
         self._window = _Window()
-        self._notices: list[bytes] = []
         self._worker: protocol.Health | None = None
         # What follows the answers to the own calls for health, which nobody else waits for.
         self._awaited: dict[str, Callable[[protocol.Health], None]] = {}
@@ -71,18 +72,10 @@ class Connection:
         if not self._line.is_open:
             self._line.open()
             self._line.spawn("watch", self._watch())
-        self._calls.add(message.id, Call.of(message, inbox))
+        self.calls.add(message.id, Call.of(message, inbox))
         if self._window.is_open:
             self._window.queue.append(message.id)
             self._send_queued()
-
-    def knows(self, id: str) -> bool:
-        """Whether a call with this id waits for its end."""
-        return id in self._calls
-
-    def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Expect nothing more for these calls. Returns those that the worker may know of."""
-        return self._calls.give_up(ids)
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
         """Send a message whose reply, if any, nobody waits for."""
@@ -91,7 +84,7 @@ class Connection:
         if self._window.is_open:
             self._line.send(protocol.encode(message))
         else:
-            self._notices.append(protocol.encode(message))
+            self._window.notices.append(protocol.encode(message))
 
     async def close(self) -> None:
         """End what still waits, and disconnect. Harmless if that has happened."""
@@ -115,11 +108,11 @@ class Connection:
         if isinstance(reply, protocol.Health) and (follow := self._awaited.pop(reply.id, None)) is not None:
             follow(reply)
         else:
-            self._calls.deliver(reply)
+            self.calls.deliver(reply)
 
     def failed(self, error: TruerollError) -> None:
         self._end = error
-        self._calls.fail(error)
+        self.calls.fail(error)
 
     def _ask_for_health(self, follow: Callable[[protocol.Health], None] | None = None) -> None:
         id = protocol.new_id()
@@ -131,29 +124,28 @@ class Connection:
         """Ask for a sign of life every quarter of the timeout, but only count the quarters that passed in this loop."""
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
-            self._silent_ticks = self._silent_ticks + 1 if self._calls else 0
+            self._silent_ticks = self._silent_ticks + 1 if self.calls else 0
             if self._silent_ticks > TICKS_PER_TIMEOUT:
                 self._silent_ticks = 0
-                self._calls.fail(self._silence())
-            elif self._calls and self._window.is_open:
+                hint = (
+                    "it ended or hangs" if self._worker else "check the address, that a worker runs there, and its keys"
+                )
+                found = f"no answer from {self._line.address} for {self._timeout} s"
+                self.calls.fail(WorkerLostError(f"worker: {found}; {hint}"))
+            elif self.calls and self._window.is_open:
                 self._ask_for_health()
-
-    def _silence(self) -> WorkerLostError:
-        hint = "it ended or hangs" if self._worker else "check the address, that a worker runs there, and its keys"
-        return WorkerLostError(f"worker: no answer from {self._line.address} for {self._timeout} s; {hint}")
 
     def _meet(self, worker: protocol.Health) -> None:
         """The worker answered on a new connection: send what waits, unless its process is not the one that had it."""
         if self._worker is not None and worker.instance != self._worker.instance:
-            self._calls.fail_sent(
+            self.calls.fail_sent(
                 WorkerLostError(f"worker: the one at {self._line.address} was started anew; submit the request again")
             )
         elif self._worker is not None:
-            for notice in self._notices:
+            for notice in self._window.notices:
                 self._line.send(notice)
-        self._notices.clear()
         self._worker = worker
-        self._window = _Window(deque(self._calls), is_open=True)
+        self._window = _Window(deque(self.calls), is_open=True)
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
@@ -165,7 +157,7 @@ class Connection:
         """Send the calls that wait, as far as the worker's word is not to be waited for."""
         while self._window.has_next:
             id = self._window.queue.popleft()
-            if (call := self._calls.get(id)) is not None:
+            if (call := self.calls.get(id)) is not None:
                 self._transmit(id, call)
 
     def _transmit(self, id: str, call: Call) -> None:
@@ -173,7 +165,7 @@ class Connection:
         limit = self._worker.limits["max_message_bytes"]
         if (found := len(call.frame)) > limit:
             text = f"expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit"
-            self._calls.finish(id, MessageTooLargeError(f"message: {text}", value=found, limit=limit))
+            self.calls.finish(id, MessageTooLargeError(f"message: {text}", value=found, limit=limit))
             return
         call.was_sent = True
         self._line.send(call.frame)

@@ -41,6 +41,7 @@ class Abortion(NamedTuple):
 class RequestBook:
     """Requests of all users. `command` gives the engine a command; `send` sends a client a frame, and returns False if
     it gets no more; `takes` tells whether a client has read what was sent before; `conditions` how the worker stands.
+    `waiting_room`: the requests that the engine was not given yet.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RequestBook:
     ) -> None:
         self._config, self._command, self._send, self._conditions = config, command, send, conditions
         self.ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
-        self._waiting_room = WaitingRoom()
+        self.waiting_room = WaitingRoom()
         self.streams = Streams(self._tell, takes)
         self._aborts = Calls(send, config.max_queued_requests)
         self._interrupted: list[Entry] = []
@@ -66,7 +67,7 @@ class RequestBook:
     @property
     def num_unfinished(self) -> int:
         """Of the requests that the engine was given, how many have not ended."""
-        return len(self.ledger.open) - len(self._waiting_room)
+        return len(self.ledger.open) - len(self.waiting_room)
 
     # From clients.
 
@@ -98,14 +99,14 @@ class RequestBook:
             if params.seed is None:
                 params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
         entry = self.ledger.add(user, message, params)
-        self._waiting_room.add(entry.key, Waiting(_request_of(entry), message))
+        self.waiting_room.add(entry.key, Waiting(_request_of(entry), message))
         self.admit()
         return entry
 
     def _stream(self, key: str, submission: Submission) -> None:
         is_streamed = key in self.streams
         self.streams.add(key, (submission.identity, submission.caller))
-        if not is_streamed and key not in self._waiting_room:
+        if not is_streamed and key not in self.waiting_room:
             self._command(Stream(key))
 
     def acknowledge(self, user: str | None, message: protocol.Ack) -> None:
@@ -125,7 +126,7 @@ class RequestBook:
         elif (entry := self.ledger.open.get(key)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
-        elif (waiting := self._waiting_room.get(key)) is not None:
+        elif (waiting := self.waiting_room.get(key)) is not None:
             self._finish_abort(call, message, waiting.abort(message.index))
         else:
             self._tell_engine(Abortion(entry, call, message))
@@ -136,8 +137,8 @@ class RequestBook:
         """
         self.streams.lose(identity)
         for entry in self.ledger.lose(identity):
-            waits = self._waiting_room.get(entry.key)
-            if waits is not None and (_ends_with_client(entry) or self._waiting_room.early(entry.key)):
+            waits = self.waiting_room.get(entry.key)
+            if waits is not None and (_ends_with_client(entry) or self.waiting_room.early(entry.key)):
                 entry.is_wanted = False
                 self.take_outputs(waits.abort(None))
             elif _ends_with_client(entry):
@@ -153,17 +154,13 @@ class RequestBook:
         conditions = self._conditions()
         if not (conditions.takes_requests or whatever_state):
             return
-        ready, refused = self._waiting_room.take_due(conditions.version)
+        ready, refused = self.waiting_room.take_due(conditions.version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
             if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
             self.refuse(key, error)
-
-    def look_at_all(self) -> None:
-        """Other weights may be served now: `admit` looks again at those that wait for some."""
-        self._waiting_room.look_at_all()
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
         """Streamed samples have grown."""
@@ -205,7 +202,7 @@ class RequestBook:
         for the end of it.
         """
         if aborts:
-            self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self._waiting_room]
+            self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
         for entry in self._interrupted:
             entry.num_aborts += 1
         self._command(command)
@@ -217,15 +214,15 @@ class RequestBook:
         for entry in interrupted:
             entry.num_aborts -= 1
             self._submit_successors(entry)
-        self.look_at_all()
+        self.waiting_room.look_at_all()
 
     # The end of the worker.
 
     def let_in_the_last(self) -> None:
         """The engine gets what its weights are new enough for. The rest ends, for the worker takes no more pushes."""
-        self.look_at_all()
+        self.waiting_room.look_at_all()
         self.admit(whatever_state=True)
-        for waiting in self._waiting_room.take_early():
+        for waiting in self.waiting_room.take_early():
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
@@ -245,7 +242,7 @@ class RequestBook:
     def _end(self, entry: Entry, error: TruerollError | None = None) -> None:
         """A request is over: all of its samples have ended, or it gets an error instead."""
         self.streams.end(entry.key)
-        self._waiting_room.discard(entry.key)
+        self.waiting_room.discard(entry.key)
         if error is None:
             self.ledger.finish(entry.key)
         else:

@@ -5,9 +5,9 @@ Events of the engine come to the first through its `inbox`. Health and stats are
 step runs long.
 
 Owns: the loop that brings messages and events to the parts that they are for, how the worker ends, and what is told of
-it. Does not own: requests (`book`), the state of the worker and pushes (`control`), the engine (`engine_thread`),
-connections (`router`).
-Promises: no received bytes end the process; when the engine fails or the worker is told to end, everybody is answered
+it. Does not own: messages (`dispatch`), requests (`book`), the state of the worker and pushes (`control`), the
+engine (`engine_thread`), connections (`router`).
+Promises: when the engine fails or the worker is told to end, everybody is answered
 before it does.
 """
 
@@ -27,10 +27,11 @@ from .. import protocol
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer, SourceMetrics
 from ..monitoring.timings import Timings
-from ..network.router import Peer, Router
+from ..network.router import Router
 from .book import RequestBook
 from .calls import Calls
 from .control import Control
+from .dispatch import Dispatch
 from .ending import ABORT_SECONDS, Ending
 from .engine_thread import (
     Ended,
@@ -46,7 +47,6 @@ from .engine_thread import (
 )
 from .inbox import Inbox
 from .pushes import PushNews
-from .reading import check_peer, read
 from .vitals import Vitals
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class Worker:
         make_engine: Callable[[], ServedEngine],
         on_ready: Callable[[dict[str, Any]], None] = lambda info: None,
     ) -> None:
-        self._config = config
         self._on_ready = on_ready
         self._failure: BaseException | None = None
         self._ending = Ending(config.drain_seconds)
@@ -89,6 +88,7 @@ class Worker:
         policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
         self._control = Control(self, self._book, self._calls, timings, policy)
         self._vitals = Vitals(config, self._engine_thread, self._book.ledger, self._control, timings)
+        self._dispatch = Dispatch(self._router, self._book, self._control, self._vitals, config.max_message_bytes)
         self._metrics: MetricsServer | None = None
         if config.metrics_port is not None:
             try:
@@ -151,7 +151,7 @@ class Worker:
                 self._inbox.clear()
             self._router.maintain()
             self._take_events()
-            self._handle_messages()
+            self._take_messages()
             self._follow_ending()
             self._control.follow()
             self._book.streams.flush()
@@ -201,54 +201,12 @@ class Worker:
         """Random for each process."""
         return self._vitals.instance
 
-    # Messages from clients.
-
-    def _handle_messages(self) -> None:
+    def _take_messages(self) -> None:
         end = time.monotonic() + TURN_SECONDS
         while (received := self._router.receive()) is not None:
-            self._handle_message(*received)
+            self._dispatch.take(*received)
             if time.monotonic() >= end:
                 return
-
-    def _handle_message(self, peer: Peer, frames: list[bytes]) -> None:
-        if not frames:
-            return  # of a client that is to be told first that its replies are lost
-        try:
-            message = read(frames, peer.client.role, self._config.max_message_bytes)
-        except TruerollError as error:
-            log.debug("refused a message: %s", error.code)
-            self._reply_error(peer.identity, protocol.id_in(frames[-1]), error)
-            return
-        if isinstance(message, protocol.Ack):
-            self._book.acknowledge(peer.client.user, message)
-            return
-        try:
-            check_peer(peer, message)
-            self._handle(peer, message)
-        except TruerollError as error:
-            log.debug("refused a %s: %s", message.type, error.code)
-            self._reply_error(peer.identity, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # nothing that is known raises it; if something does, the worker goes on
-            log.exception("could not serve a %s", message.type)
-            refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
-            self._reply_error(peer.identity, message.id, refused, getattr(message, "caller", None))
-
-    def _handle(self, peer: Peer, message: protocol.Call) -> None:
-        identity, user = peer.identity, peer.client.user
-        match message:
-            case protocol.Generate() | protocol.GetScores():
-                self._book.submit(identity, user, message)
-            case protocol.Abort():
-                self._book.abort(identity, user, message)
-            case protocol.GetHealth():
-                self.reply(identity, self._vitals.health(message.id))
-            case protocol.GetStats():
-                self.reply(identity, self._vitals.stats(message.id))
-            case _:
-                self._control.handle(identity, message)
-
-    def _reply_error(self, identity: bytes, id: str | None, error: TruerollError, caller: str | None = None) -> None:
-        self.reply(identity, protocol.error_message(id, error, caller))
 
     # Events from the engine and from pushes.
 
@@ -282,7 +240,7 @@ class Worker:
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])
-        self._book.look_at_all()
+        self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()
         if self._state == "ready":

@@ -72,9 +72,8 @@ class Receiver(threading.Thread):
         self.staging: StagingArea | None = None
         self._begin, self._weights, self._policy = begin, weights, policy
         self._publish = publish
-        self._device = torch.device(device)
         self._calls = CallQueue(begin)
-        self._writing = Writing(self._device)
+        self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
         """Do this after what was taken before; `Reached` follows."""
@@ -93,7 +92,7 @@ class Receiver(threading.Thread):
 
     def run(self) -> None:
         try:
-            with stream_beside(self._device):
+            with stream_beside(self._writing.device):
                 source = self._begin.source
                 self._borrow(source) if isinstance(source, LentSource) else self._receive(source)
         except Closed:
@@ -120,7 +119,7 @@ class Receiver(threading.Thread):
         begin = self._begin
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
         most = spellings_of(wanted).most
-        reader = _open_source(begin, source, most, self._device, self._policy, lambda: self._writing.is_closed)
+        reader = _open_source(begin, source, most, self._writing.device, self._policy, lambda: self._writing.is_closed)
         lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None

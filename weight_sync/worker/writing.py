@@ -19,7 +19,7 @@ class Writing:
     """Open at first. Nothing is written once `close` has returned, nor over live weights before `allow_overwriting`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._lock = threading.Lock()
         self._may_overwrite = threading.Event()
         self.is_closed = False
@@ -51,4 +51,4 @@ class Writing:
         with self._lock:
             self.check()
             yield
-            wait_for_stream(self._device)
+            wait_for_stream(self.device)

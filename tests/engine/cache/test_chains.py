@@ -119,4 +119,4 @@ def test_content_outlasts_forks_and_epochs() -> None:
         cache.lookup(begun, array("i", tokens), PROMPT_LEN)
         same = cache.identity.new_chain("a", spans)
         cache.lookup(same, array("i", tokens), PROMPT_LEN)
-        assert (begun.hashes, begun.epoch) == (same.hashes, cache.epoch) and len(same.hashes) == 5
+        assert (begun.hashes, begun.epoch) == (same.hashes, cache.identity.epoch) and len(same.hashes) == 5

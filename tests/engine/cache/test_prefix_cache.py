@@ -166,7 +166,7 @@ def state_of(cache: PrefixCache) -> tuple[Any, ...]:
         (list(pool._references), free_blocks(pool), dict(pool.published), pool.evictions) for pool in cache.tables.pools
     ]
     index = {key: (entry, list(entry.blocks), entry.num_children) for key, entry in cache._index.items()}
-    return pools, index, claims, cache.epoch, cache.identity._key
+    return pools, index, claims, cache.identity.epoch, cache.identity._key
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -193,7 +193,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return chain
 
     def contents(self, salt: str | None, tokens: array[int], start: int, end: int) -> list[Content]:
-        return [(self.cache.epoch, salt, tuple(tokens[: p + 1])) for p in range(start, end)]
+        return [(self.cache.identity.epoch, salt, tuple(tokens[: p + 1])) for p in range(start, end)]
 
     def look(self, chain: Chain, salt: str | None, tokens: array[int], limit: int) -> list[Entry]:
         """Looks a prefix up: nothing changes, what is found is what was asked for, and nothing findable is missed."""
@@ -296,7 +296,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 kv[block][p % BLOCK_SIZE] = holder.contents[p]
         before = state_of(self.cache)
         self.cache.publish(holder.chain, holder.tokens, holder.table, end)
-        if holder.chain.epoch == self.cache.epoch:
+        if holder.chain.epoch == self.cache.identity.epoch:
             self.model.publish(holder)
             named = [entry.blocks[0] for entry in holder.chain.entries[start // BLOCK_SIZE :]]
             self.seen["computed twice"] += list(holder.table.blocks[0][start // BLOCK_SIZE :][: len(named)]) != named

@@ -134,7 +134,7 @@ def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> No
     driver = HybridDriver(intervals=Intervals(0, 0))
     cached = [run(driver, [*PROMPT[:8], *[own] * 5], [1]).num_cached_tokens for own in (2, 3, 4)]
     assert cached == [0, 0, 8]
-    assert driver.scheduler.running.states is not None and not driver.scheduler.running.states._branches
+    assert driver.scheduler.running.states is not None and not driver.scheduler.running.states.branches._takers
 
 
 def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None:

@@ -91,7 +91,7 @@ class Driver:
         self.open += samples or [sequence]
         self.needed_steps += sum(len(prompt) + length for length in lengths or [0])
         self.scheduler.cache.tables.check_fits(len(prompt) + max(lengths, default=0))
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.add(sequence)
         self.arrivals += 1
         return sequence
 
@@ -102,7 +102,7 @@ class Driver:
     def step(self) -> Chunks:
         before = list(self.scheduler.running.sequences)
         preemptions = self.scheduler.stats.preemptions
-        epoch = self.cache.epoch
+        epoch = self.cache.identity.epoch
         chunks = self.scheduler.schedule()
         self._check_limits(chunks)
         self._check_preemptions(before, self.scheduler.stats.preemptions - preemptions)
@@ -171,7 +171,7 @@ class Driver:
         for sequence in self.scheduler.running.sequences:
             self.check_whole(sequence)
             self.check_blocks(sequence, sequence.num_computed)
-            if sequence.chain.epoch == self.cache.epoch:
+            if sequence.chain.epoch == self.cache.identity.epoch:
                 assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
         waiting = [*self.scheduler.waiting]
         assert len(waiting) == len(self.scheduler.waiting) and waiting == sorted(waiting, key=lambda s: s.order)
@@ -202,7 +202,7 @@ class Driver:
         contents: list[Content] = []
         for token in sequence.tokens[start:end]:
             number = self.prefixes.setdefault((prefix, token), len(self.prefixes))
-            contents.append((self.cache.epoch, number))
+            contents.append((self.cache.identity.epoch, number))
             prefix = number
         return contents
 
@@ -687,7 +687,7 @@ def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
 
 
 def _hold_blocks_while_waiting(driver: Driver) -> None:
-    driver.scheduler.add(driver.scheduler.running.sequences.pop())
+    driver.scheduler.waiting.add(driver.scheduler.running.sequences.pop())
 
 
 def _lose_a_block(driver: Driver) -> None:

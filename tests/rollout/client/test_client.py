@@ -445,7 +445,7 @@ def test_what_a_lost_worker_never_had_is_not_given_up_there() -> None:
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(client.generate([[1]], LONG), 0.01)
-            assert connection._notices == [] and len(connection._calls) == 0
+            assert connection._window.notices == [] and len(connection.calls) == 0
 
     asyncio.run(run())
 
@@ -633,7 +633,7 @@ def test_an_error_that_names_no_message_ends_every_call(tmp_path: Path) -> None:
             for thread in threads:
                 thread.start()
             identity, _ = router.recv_multipart()
-            while len(client._client._connection._calls) < 3:
+            while len(client._client._connection.calls) < 3:
                 pass
             router.send_multipart(
                 [identity, protocol.encode(protocol.error_message(None, ProtocolError("unreadable")))]
