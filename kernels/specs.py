@@ -204,7 +204,8 @@ class DecoderSpec:
     `dtype`: the checkpoint's own. `embed_scale`: multiplies embeddings, rounded to their dtype. `norm`: after the last
     layer. `names`: of a layer's weights by role, without `model.layers.N.`. `renamed`: how names in a checkpoint may
     begin, and which beginning that stands for. `others`: how the names of a checkpoint's other parts begin, which are
-    not of the decoder.
+    not of the decoder. `pieces`: into how many pieces K is cut in each product that leads back to hidden states
+    (`Backend.project_back`), a power of two; worker and trainer compute with the same.
     """
 
     architecture: str
@@ -220,6 +221,7 @@ class DecoderSpec:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     renamed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    pieces: int = 1
 
     @property
     def attentions(self) -> list[AttentionSpec]:

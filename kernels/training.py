@@ -172,7 +172,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
         raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; its weights are as they are")
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
-    return tensors.merged(dtype, select_backend("auto", device, dtype, []).ops)
+    return tensors.merged(dtype, select_backend("auto", device, dtype).ops)
 
 
 def token_log_probs(
@@ -518,7 +518,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
     """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
-    chosen = select_backend(name, device, dtype, spec.layers, spec.hidden_size)
+    chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
     return chosen

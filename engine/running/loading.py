@@ -216,7 +216,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     spec = _describe(folder, raw)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
-    backend = select_backend(config.backend, device, dtype, spec.layers, spec.hidden_size)
+    backend = select_backend(config.backend, device, dtype, spec)
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
 
 
