@@ -376,7 +376,12 @@ def _decode(
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
-        turn(ops.backend, rotation, torch.tensor(rotation.inv_freq, device=x.device), packed.positions)
+        turn(
+            ops.backend,
+            rotation,
+            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device),
+            packed.positions,
+        )
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
