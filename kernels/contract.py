@@ -330,9 +330,10 @@ class Backend(Protocol):
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H].
+        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H], in x's
+        dtype.
 
-        If zero-centered: not rounded before, times 1 + weight in float32, rounded once.
+        If zero-centered: not rounded before, times 1 + weight in float32, rounded once. The weight may be float32.
         """
         ...
 

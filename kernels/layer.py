@@ -27,6 +27,7 @@ from .contract import (
     Weight,
 )
 from .specs import (
+    PLAIN,
     Activation,
     AttentionSpec,
     DecoderSpec,
@@ -39,9 +40,9 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and else a tensor. With `layout`, a
-`StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or biases, [E, rows], in the order of
-`ExpertsWeights`."""
+"""get(name, *shape, held=...): the weight of that name, a `Weight` for two dimensions and else a tensor, `held` as its
+`WeightSpec` says. With `layout`, a `StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or
+biases, [E, rows], in the order of `ExpertsWeights`."""
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
 """attend(hidden, spec, weights): what the heads make of hidden states [M, H], [M, heads * D]."""
@@ -86,11 +87,11 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """A layer of weights, each of which `get(name, *shape)` makes or finds, always in the same order."""
+    """A layer of weights, each of which `get` makes or finds, always in the same order."""
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
-        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, **layout)
+        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, held=decoder.held.get(role, PLAIN), **layout)
 
     def norms(role: str) -> Norms:
         before = of(f"{role}.before", hidden) if spec.norm_before else None

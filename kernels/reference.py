@@ -161,7 +161,7 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.zero_centered:
         return (wide * (1.0 + weight.float())).to(x.dtype)
-    return wide.to(x.dtype) * weight
+    return (wide.to(x.dtype) * weight).to(x.dtype)
 
 
 def project_back(

@@ -228,7 +228,7 @@ def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
 
 
 def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
-    others = {_name(dtype): count for dtype, count in checkpoint.dtypes.items() if dtype != plan.dtype}
+    others = {_name(dtype): count for dtype, count in checkpoint.converted.items()}
     if not others:
         return
     log.warning(
@@ -238,7 +238,7 @@ def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
         plan.folder,
         _name(plan.dtype),
         sum(others.values()),
-        checkpoint.dtypes.total(),
+        sum(map(len, checkpoint.files.values())),
         ", ".join(others),
         next((name for name in others if name != "float64"), "float32"),
     )

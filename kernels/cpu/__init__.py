@@ -28,13 +28,13 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
         return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
-    if spec is not None and (unserved := _unserved(spec)):
+    if spec is not None and (unserved := _unserved(spec, dtype)):
         return f"native CPU kernels expect {unserved}"
     return library_obstacle()
 
 
-def _unserved(spec: DecoderSpec) -> str:
-    """What the kernels expect of a decoder and what they find, or an empty string."""
+def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
+    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
@@ -44,4 +44,6 @@ def _unserved(spec: DecoderSpec) -> str:
             return f"{expected}, found {size}; use the backend reference"
     if spec.pieces != 1:
         return f"products that lead back in 1 piece, found {spec.pieces}; use the backend reference"
+    for role, own in spec.own_dtypes(dtype).items():
+        return f"all weights in {dtype}, found {role} in {own}; use the backend reference"
     return ""

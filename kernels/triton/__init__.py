@@ -34,7 +34,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
-    if spec is not None and (unserved := _unserved(spec)):
+    if spec is not None and (unserved := _unserved(spec, dtype)):
         return f"Triton kernels expect {unserved}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
@@ -49,11 +49,13 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
     return ""
 
 
-def _unserved(spec: DecoderSpec) -> str:
-    """What the kernels expect of a decoder and what they find, or an empty string."""
+def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
+    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved
+    for role, own in spec.own_dtypes(dtype).items():
+        return f"all weights in {dtype}, found {role} in {own}"
     return "" if spec.pieces == 1 else f"products that lead back in 1 piece, found {spec.pieces}"
 
 

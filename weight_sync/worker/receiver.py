@@ -25,7 +25,7 @@ from trueroll.errors import DeadlineError, PushError, TruerollError
 from ..payload.adapted import with_adapters
 from ..payload.manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
-from ..payload.parameters import spellings_of
+from ..payload.parameters import Parameters, own_dtypes, spellings_of
 from ..transports.collective import NcclReader
 from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
@@ -134,8 +134,7 @@ class Receiver(threading.Thread):
     def _receive(self, source: _ReadSource) -> None:
         begin = self._begin
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
-        most = spellings_of(wanted).most
-        reader = _open_source(begin, source, most, self._device, self._policy, lambda: self._is_closed)
+        reader = _open_source(begin, source, wanted, self._device, self._policy, lambda: self._is_closed)
         lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
@@ -303,7 +302,7 @@ def begin_seconds(begin: BeginPush) -> float:
 def _open_source(
     begin: BeginPush,
     source: _ReadSource,
-    num_tensors: int,
+    wanted: Parameters,
     device: torch.device,
     policy: PushPolicy,
     is_closed: Callable[[], bool],
@@ -321,4 +320,5 @@ def _open_source(
         case CudaIpcSource():
             return CudaIpcReader(source, device)
         case DiskSource():
-            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, num_tensors, policy)
+            told = begin.push_id, begin.weight_version, begin.dtype
+            return FolderReader(source, *told, spellings_of(wanted).most, policy, own_dtypes(wanted))
