@@ -57,14 +57,16 @@ class AdaptedTensors:
     replaced: frozenset[str]
     adapters: Mapping[str, Adapter]
 
-    def merged(self, dtype: torch.dtype, ops: Backend) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in `dtype`, with the adapters in the weights; gathered, where they are sharded."""
+    def merged(self, dtype: torch.dtype, own: Mapping[str, torch.dtype], ops: Backend) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in its `own` dtype or else in `dtype`, with the adapters in the weights; gathered, where they
+        are sharded.
+        """
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 adapter = self.adapters.get(name)
                 if adapter is not None:
                     adapter = Adapter(_whole(adapter.a), _whole(adapter.b), adapter.scale)
-                yield name, with_adapter(ops, _whole(tensor).to(dtype), adapter)
+                yield name, with_adapter(ops, _whole(tensor).to(own.get(name, dtype)), adapter)
 
 
 def check_adapters(model: Any) -> None:

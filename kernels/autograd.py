@@ -606,9 +606,16 @@ class GradientOps:
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(x, weight, bias) + residual [M, N]."""
-        return self.linear(x, weight, bias) + residual
+    def project_back(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+    ) -> Tensor:
+        """`Backend.project_back`. The backward pass is that of `linear`, whatever the number of pieces."""
+
+        def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+            return self.backend.project_back(x, weight, None, bias, pieces)
+
+        out: Tensor = _Product.apply(self.backend, product, x, weight, *([] if bias is None else [bias]))  # type: ignore[assignment]
+        return out if residual is None else out + residual
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         """x [M, H] over its root mean square, times weight [H], or 1 + weight: [M, H]."""

@@ -32,6 +32,8 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
@@ -187,13 +189,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a decoder with its weights."""
+    """One layer of a decoder with its weights. `pieces`: see `DecoderSpec`."""
 
     spec: LayerSpec
     mixer_norms: Norms
     mixer: AttentionWeights | DeltaNetWeights
     mlp_norms: Norms
     mlp: MlpWeights | ExpertsWeights
+    pieces: int = 1
 
 
 SAMPLE, GREEDY = -1, -2
@@ -265,6 +268,12 @@ class Weight(Protocol):
         ...
 
 
+def check_pieces(pieces: int) -> None:
+    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1: for backends that compute no other number."""
+    if pieces != 1:
+        raise ConfigError(f"project_back: this backend computes 1 piece (got {pieces}); use the backend reference")
+
+
 class Backend(Protocol):
     """The functions every backend offers. M: rows, H: hidden size, V: vocabulary size, D: head size.
 
@@ -321,9 +330,10 @@ class Backend(Protocol):
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H].
+        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H], in x's
+        dtype.
 
-        If zero-centered: not rounded before, times 1 + weight in float32, rounded once.
+        If zero-centered: not rounded before, times 1 + weight in float32, rounded once. The weight may be float32.
         """
         ...
 
@@ -331,8 +341,17 @@ class Backend(Protocol):
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
         ...
 
-    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(x, weight, bias) + residual [M, N]."""
+    def project_back(
+        self, x: Tensor, weight: Weight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+    ) -> Tensor:
+        """linear(x, weight, bias), plus residual [M, N] after rounding: the product that leads from heads, or from the
+        inner features of an MLP, back to hidden states (o, down). Tensor parallelism cuts it along K.
+
+        With several `pieces`, a power of two, piece i is the product of columns [i L, (i + 1) L) alone, in float32,
+        where L is K / pieces rounded up. The pieces are added in float32 as a balanced binary tree: of four (0 + 1) +
+        (2 + 3). The bias is added to their sum in float32, and that is rounded once. So whoever computes some subtree
+        changes no bit. Raise ConfigError for a number of pieces that the backend does not compute.
+        """
         ...
 
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor:

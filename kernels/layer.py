@@ -27,6 +27,7 @@ from .contract import (
     Weight,
 )
 from .specs import (
+    PLAIN,
     Activation,
     AttentionSpec,
     DecoderSpec,
@@ -39,9 +40,9 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and else a tensor. With `layout`, a
-`StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or biases, [E, rows], in the order of
-`ExpertsWeights`."""
+"""get(name, *shape, held=...): the weight of that name, a `Weight` for two dimensions and else a tensor, `held` as its
+`WeightSpec` says. With `layout`, a `StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or
+biases, [E, rows], in the order of `ExpertsWeights`."""
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
 """attend(hidden, spec, weights): what the heads make of hidden states [M, H], [M, heads * D]."""
@@ -60,7 +61,9 @@ class LayerOps(Protocol):
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_add(self, x: Tensor, weight: Any, residual: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def project_back(
+        self, x: Tensor, weight: Any, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+    ) -> Tensor: ...
 
     def gate_up(self, x: Tensor, gate: Any, up: Any, activation: Activation) -> Tensor: ...
 
@@ -84,18 +87,18 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """A layer of weights, each of which `get(name, *shape)` makes or finds, always in the same order."""
+    """A layer of weights, each of which `get` makes or finds, always in the same order."""
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
-        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, **layout)
+        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, held=decoder.held.get(role, PLAIN), **layout)
 
     def norms(role: str) -> Norms:
         before = of(f"{role}.before", hidden) if spec.norm_before else None
         return Norms(before, of(f"{role}.after", hidden) if spec.norm_after else None)
 
     mixer = norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of)
-    return Layer(spec, *mixer, norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of))
+    return Layer(spec, *mixer, norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of), decoder.pieces)
 
 
 def _mixer_weights(
@@ -184,23 +187,25 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
     else:
         mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
     bias = layer.mixer.o_bias if isinstance(layer.mixer, AttentionWeights) else None
-    x = _added(ops, x, mixed, layer.mixer.o, layer.mixer_norms.after, spec.norm, bias)
+    x = _added(ops, layer, x, mixed, layer.mixer.o, layer.mixer_norms.after, bias)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
     if isinstance(spec.mlp, ExpertsSpec):
-        mixture, after = _mixture(ops, hidden, spec.mlp, cast(ExpertsWeights, mlp), choose), layer.mlp_norms.after
+        mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
         return x + (mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
     mlp = cast(MlpWeights, mlp)
     active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
-    return _added(ops, x, active, mlp.down, layer.mlp_norms.after, spec.norm)
+    return _added(ops, layer, x, active, mlp.down, layer.mlp_norms.after)
 
 
-def _mixture(ops: LayerOps, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, choose: Choose) -> Tensor:
+def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
     """What the experts of each row, and the shared one, make of x [M, H]: [M, H]."""
+    weights = cast(ExpertsWeights, layer.mlp)
     experts, gates = choose(ops.linear(x, weights.router, weights.router_bias), spec)
     shared = None
     if weights.shared is not None:
         mlp, score = weights.shared, ops.linear(x, weights.shared_score)
-        shared = ops.linear(ops.gate_up(x, mlp.gate, mlp.up, spec.activation), mlp.down)
+        active = ops.gate_up(x, mlp.gate, mlp.up, spec.activation)
+        shared = ops.project_back(active, mlp.down, pieces=layer.pieces)
         shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
     return ops.experts(x, spec, weights, experts, gates, shared)
 
@@ -211,17 +216,17 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
 
 def _added(
     ops: LayerOps,
+    layer: Layer,
     x: Tensor,
     inner: Tensor,
     weight: Weight,
     after: Tensor | None,
-    norm: NormSpec,
     bias: Tensor | None = None,
 ) -> Tensor:
     """x plus the product of `inner` with `weight`, normed if there is a norm after it."""
     if after is None:
-        return ops.linear_add(inner, weight, x, bias)
-    return x + ops.rmsnorm(ops.linear(inner, weight, bias), after, norm)
+        return ops.project_back(inner, weight, x, bias, layer.pieces)
+    return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, layer.pieces), after, layer.spec.norm)
 
 
 def project(

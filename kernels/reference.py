@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+
 from .contract import (
     CLAMP,
     CLAMPED_SLOPE,
@@ -159,11 +161,26 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.zero_centered:
         return (wide * (1.0 + weight.float())).to(x.dtype)
-    return wide.to(x.dtype) * weight
+    return (wide.to(x.dtype) * weight).to(x.dtype)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear(x, weight, bias) + residual
+def project_back(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+) -> Tensor:
+    out = linear(x, weight, bias) if pieces == 1 else _product_in_pieces(x, weight, bias, pieces)
+    return out if residual is None else out + residual
+
+
+def _product_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
+    if pieces < 1 or pieces & (pieces - 1):
+        raise ConfigError(f"pieces: expected a power of two, found {pieces}; set it to 1, 2, 4 or 8")
+    columns = x.shape[1]
+    length = -(-columns // pieces)
+    bounds = [(min(i * length, columns), min((i + 1) * length, columns)) for i in range(pieces)]
+    sums = [lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    return (sums[0] if bias is None else sums[0] + bias.float()).to(x.dtype)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

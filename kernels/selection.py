@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +10,7 @@ import torch
 from trueroll.errors import ConfigError
 
 from .contract import Backend
-from .specs import LayerSpec
+from .specs import DecoderSpec
 
 BACKENDS = ("cpu", "triton", "reference")
 
@@ -30,12 +29,12 @@ class SelectedBackend:
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None = None
+    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None = None
 ) -> SelectedBackend:
-    """The backend called `name`, or the best one for the device and the layers if `name` is `auto`. `hidden_size`: of
-    the layers; None for one that any backend serves.
+    """The backend called `name`, or the best one for the device and the decoder if `name` is `auto`. `spec`: of the
+    decoder; None for ops alone.
 
-    Raise ConfigError if there is no such backend, if it cannot serve the layers, or if TRUEROLL_CPU_ISA names an
+    Raise ConfigError if there is no such backend, if it cannot serve the decoder, or if TRUEROLL_CPU_ISA names an
     instruction set that this machine does not have.
     """
     if name not in ("auto", *BACKENDS):
@@ -44,7 +43,7 @@ def select_backend(
     wanted = fastest if name == "auto" else name
     if wanted == "reference":
         return _select("reference", device, "")
-    obstacle = _obstacle(wanted, device, dtype, layers, hidden_size)
+    obstacle = _obstacle(wanted, device, dtype, spec)
     if not obstacle:
         return _select(wanted, device, "")
     if name == wanted:
@@ -52,15 +51,11 @@ def select_backend(
     return _select("reference", device, obstacle)
 
 
-def _obstacle(
-    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None
-) -> str:
-    """Why the backend cannot serve such layers, or an empty string."""
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
+    """Why the backend cannot serve such a decoder, or an empty string."""
     from . import cpu, triton
 
-    if name == "triton":
-        return triton.obstacle(device, dtype, layers)
-    return cpu.obstacle(device, dtype, layers, hidden_size)
+    return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)
 
 
 def _select(name: str, device: torch.device, note: str) -> SelectedBackend:

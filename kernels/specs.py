@@ -198,13 +198,39 @@ LAYER_NAMES = {
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A part of a checkpoint's tensor: of `total` places along axis `dim` those from `start` on, as many as the weight
+    has there.
+    """
+
+    dim: int
+    start: int
+    total: int
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How a weight is held. `dtype`: its own, whatever the model's is; None: the model's. `part`: what it takes of the
+    checkpoint's tensor; None: all of it.
+    """
+
+    dtype: torch.dtype | None = None
+    part: Slice | None = None
+
+
+PLAIN = WeightSpec()
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder, and the names of its weights in a checkpoint.
 
     `dtype`: the checkpoint's own. `embed_scale`: multiplies embeddings, rounded to their dtype. `norm`: after the last
     layer. `names`: of a layer's weights by role, without `model.layers.N.`. `renamed`: how names in a checkpoint may
     begin, and which beginning that stands for. `others`: how the names of a checkpoint's other parts begin, which are
-    not of the decoder.
+    not of the decoder. `pieces`: into how many pieces K is cut in each product that leads back to hidden states
+    (`Backend.project_back`), a power of two; worker and trainer compute with the same. `held`: how weights of a layer
+    are held, by role; those that it does not name are whole, in the model's dtype.
     """
 
     architecture: str
@@ -220,6 +246,8 @@ class DecoderSpec:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     renamed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    pieces: int = 1
+    held: Mapping[str, WeightSpec] = field(default_factory=dict)
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -242,6 +270,11 @@ class DecoderSpec:
         their own.
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
+
+    def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """By role, of the weights that are not held in `dtype`, the model's."""
+        own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
+        return {role: found for role, found in own.items() if found != dtype}
 
     def own_name(self, name: str) -> str | None:
         """What the tensor that a checkpoint calls `name` is called here; None if it is of another part."""

@@ -50,7 +50,7 @@ from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, projec
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import SelectedBackend, select_backend
-from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec
+from .specs import PLAIN, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, WeightSpec
 from .stacks import StackLayout
 from .wrappers import adapted_inside, check_gathered, plain_class, unwrapped
 
@@ -162,8 +162,9 @@ def aligned_with(model: Any) -> Arithmetic:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a worker of `dtype` serves that was given the adapters of a model of PEFT: every tensor, in that dtype, by
-    the name that it has without PEFT, with the adapters in the weights (`Backend.merge`, the same bits on any device).
+    """What a worker of `dtype` serves that was given the adapters of a model of PEFT: every tensor, in that dtype or in
+    that which its family holds it in, by the name that it has without PEFT, with the adapters in the weights
+    (`Backend.merge`, the same bits on any device).
 
     Raise AlignmentError for a model without PEFT, or with other adapters than `align` takes.
     """
@@ -172,7 +173,18 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
         raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; its weights are as they are")
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
-    return tensors.merged(dtype, select_backend("auto", device, dtype, []).ops)
+    own = _own_dtypes(unwrapped(adapted), dtype)
+    return tensors.merged(dtype, own, select_backend("auto", device, dtype).ops)
+
+
+def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """By name, of the weights that a worker of `dtype` does not hold in it; none for a model that no worker serves."""
+    try:
+        spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
+    except AlignmentError:
+        return {}
+    own, layers = spec.own_dtypes(dtype), range(len(spec.layers))
+    return {f"{LAYERS}.{i}.{spec.names[role]}": found for role, found in own.items() for i in layers}
 
 
 def token_log_probs(
@@ -376,7 +388,12 @@ def _decode(
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
-        turn(ops.backend, rotation, torch.tensor(rotation.inv_freq, device=x.device), packed.positions)
+        turn(
+            ops.backend,
+            rotation,
+            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device),
+            packed.positions,
+        )
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
@@ -403,9 +420,9 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     _, spec, index = self._aligned
     ops, packed, rotations = _ops(self, x), rows.packed, rows.rotations
 
-    def get(name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
-        _parameter(self, index, name, *shape, layout=layout)
-        found = _as_computed(name, *_place(self, index, name), x, ops)
+    def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Tensor:
+        _parameter(self, index, name, *shape, layout=layout, held=held)
+        found = _as_computed(name, *_place(self, index, name), x, ops, held.dtype)
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
@@ -427,22 +444,33 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     return run_layer(ops, make_layer(spec, index, get), x, attend, recur, choose)
 
 
-def _as_computed(name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps) -> Tensor:
-    """What a module computes with as its parameter `leaf`: in the dtype of hidden states x, its adapter included."""
+def _as_computed(
+    name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
+) -> Tensor:
+    """What a module computes with as its parameter `leaf`: in its `own` dtype if it has one, else in that of hidden
+    states x, its adapter included.
+    """
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
         check_gathered(name, tensor)
-    if _forward_dtype(weight) != x.dtype:
+    if own is None and _forward_dtype(weight) != x.dtype:
         raise AlignmentError(
             f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; give all modules one "
             "MixedPrecisionPolicy, with the output_dtype of its param_dtype or none"
         )
-    return with_adapter(ops, weight.to(x.dtype), adapter)
+    return with_adapter(ops, weight.to(own or x.dtype), adapter)
 
 
-def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
+def _parameter(
+    layer: nn.Module,
+    index: int,
+    name: str,
+    *shape: int,
+    layout: StackLayout | None = None,
+    held: WeightSpec = PLAIN,
+) -> Tensor:
     """A layer's parameter of this name, for matrices [E, R, C] or biases [E, R] of this shape if it has a `layout`; of
-    a module that multiplies only if it is as transformers made it.
+    a module that multiplies only if it is as transformers made it. In its own dtype if `held` names one.
     """
     module, leaf = _place(layer, index, name)
     module = trained(module)
@@ -454,6 +482,11 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
             f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; mend one"
+        )
+    if held.dtype not in (None, found.dtype):
+        raise AlignmentError(
+            f"{name}: expected {held.dtype}, in which a worker holds it, found {found.dtype}; convert it, and leave it "
+            "out of a MixedPrecisionPolicy"
         )
     return found
 
@@ -518,7 +551,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
     """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
-    chosen = select_backend(name, device, dtype, spec.layers, spec.hidden_size)
+    chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
     return chosen
@@ -584,12 +617,27 @@ def _check_model(model: Any) -> DecoderSpec:
             f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
             f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
         )
-    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if ".lora_" not in name}
+    if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
+        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
+    _check_parameters(spec, model)
+    return spec
+
+
+def _check_parameters(spec: DecoderSpec, model: Any) -> None:
+    """Raise AlignmentError for layers without the parameters of the spec, and unless parameters are of one dtype, but
+    for those that have their own.
+    """
+    own: set[int] = set()
+
+    def get(layer: nn.Module, index: int, name: str, *shape: int, held: WeightSpec = PLAIN, **layout: Any) -> Tensor:
+        found = _parameter(layer, index, name, *shape, held=held, **layout)
+        own.update([id(found)] if held.dtype is not None else [])
+        return found
+
+    for index, layer in enumerate(model.model.layers):
+        make_layer(spec, index, partial(get, unwrapped(layer), index))
+    others = (named for named in model.named_parameters() if id(named[1]) not in own)
+    dtypes = {parameter.dtype for name, parameter in others if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
         raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
-    if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
-        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
-    for index, layer in enumerate(model.model.layers):
-        make_layer(spec, index, partial(_parameter, unwrapped(layer), index))
-    return spec

@@ -314,7 +314,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     dtype = dtype_named(served.dtype)
     adapted = next(filter(None, map(adapted_inside, model.modules())), None)
     own = {
-        name: tensor_checksum(tensor, dtype)
+        name: tensor_checksum(tensor, dtype_named(served.dtypes.get(name, served.dtype)))
         for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
     }
     known = set(served.checksums.values())

@@ -121,15 +121,19 @@ class FakeWeights:
         dtype: str = "bfloat16",
         tied: Mapping[str, str] | None = None,
         ignored: Collection[str] = (),
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.shapes = dict(shapes)
-        self.dtype = dtype
+        self.dtype, self.dtypes = dtype, dict(dtypes or {})
         self.parts: dict[str, tuple[str, ...]] = {}
         self.kin: str | None = None
         self.commit_note = ""
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
-        self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
+        self.live = {
+            name: torch.zeros(shape, dtype=getattr(torch, self.dtypes.get(name, dtype)))
+            for name, shape in shapes.items()
+        }
 
     def new_staging(self, in_place: bool) -> FakeStaging:
         return FakeStaging(self.live, in_place)

@@ -57,6 +57,7 @@ KERNELS = {
     "contract": {"specs"},
     "spellings": set(),
     "stacks": {"contract"},
+    "shards": {"specs"},
     "layer": SPEC | {"stacks"},
     "families": {"families", "specs"},
     "transfer": set(),

@@ -40,10 +40,10 @@ sys.path += sys.argv[1:]
 import torch
 from trueroll.errors import ConfigError
 from trueroll.kernels.selection import select_backend
-chosen = select_backend("auto", torch.device("cpu"), torch.float32, [])
+chosen = select_backend("auto", torch.device("cpu"), torch.float32)
 print(chosen.name, chosen.note, sep="\\n")
 try:
-    select_backend("cpu", torch.device("cpu"), torch.float32, [])
+    select_backend("cpu", torch.device("cpu"), torch.float32)
 except ConfigError as error:
     print(error)
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
-from ...kernels.specs import DecoderSpec, ExpertsSpec
+from ...kernels.shards import Shard
+from ...kernels.specs import PLAIN, DecoderSpec, ExpertsSpec, WeightSpec
 from ...kernels.stacks import Stack, StackLayout
 
 Empty: TypeAlias = Callable[..., Tensor]
@@ -64,20 +66,22 @@ class ModelOutput(NamedTuple):
 class Decoder:
     """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
 
-    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device. It is called in
-    the same order for the same spec and backend.
+    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device, or of another
+    `dtype` that it is told. It is called in the same order for the same spec and backend.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
 
-        def new(name: str, *shape: int, layout: StackLayout | None = None) -> Any:
+        def new(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Any:
+            memory = empty if held.dtype is None else partial(empty, dtype=held.dtype)
             if layout is not None:
-                self._tensors[name] = stack = Stack.new(backend.new_weight, empty, shape, layout)
-                return stack.matrix
-            self._tensors[name] = backend.new_weight(*shape, empty) if len(shape) == 2 else empty(*shape)
-            return self._tensors[name]
+                weight: Any = Stack.new(backend.new_weight, memory, shape, layout)
+            else:
+                weight = backend.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
+            self._tensors[name] = weight if held.part is None else Shard(weight, held.part)
+            return weight if layout is None else weight.matrix
 
         self.embed = new(EMBEDDING, spec.vocab_size, spec.hidden_size)
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])

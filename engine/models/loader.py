@@ -58,14 +58,14 @@ class _Found(NamedTuple):
 
 class Checkpoint(NamedTuple):
     """What is to be copied. `files`: for each file the names of its tensors, there and in the decoder. `packed`: the
-    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: of the decoder's names. `dtypes`: how
-    many of the tensors of `files` are stored in each.
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: of the decoder's names. `converted`: how
+    many of the tensors of `files` are stored in each dtype that is not their destination's.
     """
 
     files: dict[Path, list[tuple[str, str]]]
     packed: dict[str, tuple[_Found, _Found]]
     spellings: Spellings
-    dtypes: Counter[torch.dtype]
+    converted: Counter[torch.dtype]
 
 
 class _Piece(NamedTuple):
@@ -233,9 +233,9 @@ def check_checkpoint(
     parts: Parts | None = None,
 ) -> Checkpoint:
     """The tensors `expected` of the folder's safetensors files. Reads nothing but headers, and of `expected` uses only
-    the shapes. Names in `ignored` may be in a file and are left out. `own_name(name)`: what a file's tensor is called
-    in `expected`, `parts` and `ignored`; None if it is left out. `parts`: what may come in place of stacks; each of
-    these may be stored as MXFP4 instead, too.
+    shapes and dtypes. Names in `ignored` may be in a file and are left out. `own_name(name)`: what a file's tensor is
+    called in `expected`, `parts` and `ignored`; None if it is left out. `parts`: what may come in place of stacks; each
+    of these may be stored as MXFP4 instead, too.
 
     Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
     files, in two forms, or of another shape or kind of numbers than expected.
@@ -251,7 +251,15 @@ def check_checkpoint(
         [tensor] = found[name]
         names.setdefault(tensor.file, []).append((tensor.name, name))
     packed = {name: (found[blocks][0], found[scales][0]) for name, (blocks, scales) in wanted.packed.items()}
-    return Checkpoint(names, packed, spellings, Counter(_DTYPES[found[name][0].dtype] for name in wanted.shapes))
+    stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes}
+    converted = Counter(dtype for name, dtype in stored.items() if dtype != _dtype_of(name, expected, spellings))
+    return Checkpoint(names, packed, spellings, converted)
+
+
+def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
+    """That of the destination of a tensor or of a part."""
+    part = spellings.part(name)
+    return expected[name if part is None else part.stack].dtype
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:

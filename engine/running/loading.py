@@ -216,7 +216,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     spec = _describe(folder, raw)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
-    backend = select_backend(config.backend, device, dtype, spec.layers, spec.hidden_size)
+    backend = select_backend(config.backend, device, dtype, spec)
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
 
 
@@ -228,7 +228,7 @@ def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
 
 
 def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
-    others = {_name(dtype): count for dtype, count in checkpoint.dtypes.items() if dtype != plan.dtype}
+    others = {_name(dtype): count for dtype, count in checkpoint.converted.items()}
     if not others:
         return
     log.warning(
@@ -238,7 +238,7 @@ def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
         plan.folder,
         _name(plan.dtype),
         sum(others.values()),
-        checkpoint.dtypes.total(),
+        sum(map(len, checkpoint.files.values())),
         ", ".join(others),
         next((name for name in others if name != "float64"), "float32"),
     )

@@ -54,10 +54,11 @@ class Factors(NamedTuple):
 class WeightStore:
     """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
 
-    `dtype`: such as `bfloat16`. `shapes`: of every parameter, by its Hugging Face name. `parts`: what may come in place
-    of some (`Parts`), and `spellings`: the names that follow. `tied`: names of copies of parameters, and of which.
-    `ignored`: further names that a set of weights may have. `is_whole`: whether the live weights are those of one
-    version; not after level 2 of `sleep`, nor once a staging in place is written to, until a commit of every parameter.
+    `dtype`: such as `bfloat16`, and `dtypes`: of parameters that are held in another. `shapes`: of every parameter, by
+    its Hugging Face name. `parts`: what may come in place of some (`Parts`), and `spellings`: the names that follow.
+    `tied`: names of copies of parameters, and of which. `ignored`: further names that a set of weights may have.
+    `is_whole`: whether the live weights are those of one version; not after level 2 of `sleep`, nor once a staging in
+    place is written to, until a commit of every parameter.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -66,7 +67,9 @@ class WeightStore:
         self._arena = self.new_arena()
         self.model = self.model_in(self._arena)
         self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
-        self.dtype = str(dtype).removeprefix("torch.")
+        self.dtype = _dtype_name(dtype)
+        own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != dtype}
+        self.dtypes = {name: _dtype_name(found) for name, found in own.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.parts = self.model.stack_parts()
         self.spellings = Spellings(self.shapes, self.parts)
@@ -104,7 +107,11 @@ class WeightStore:
 
     def model_in(self, arena: Arena) -> Decoder:
         """A model with weights in an arena, laid out like the live ones, with whatever values they have there."""
-        return self._build(partial(arena.empty, self._dtype))
+
+        def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
+            return arena.empty(dtype, *shape)
+
+        return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
         """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
@@ -175,6 +182,11 @@ class WeightStore:
             raise ValueError(f"staging: expected the name of a parameter, found {name!r}")
         return shape
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of a parameter or of a part."""
+        part = self.spellings.part(name)
+        return self.tensors[name if part is None else part.stack].dtype
+
     def _missing(self, staged: set[str]) -> str | None:
         """A parameter of which neither all nor all parts are staged."""
         parts = self.spellings.parts_among(staged)
@@ -189,6 +201,10 @@ class WeightStore:
                 self.rows(self.tensors, name).copy_(self.rows(staging.tensors, name))
         for name, indices, values in staging.elements:
             self.tensors[name].put_(indices, values)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class WeightStaging:
@@ -228,7 +244,8 @@ class WeightStaging:
         self.base = Base(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
-            self._factors[name] = Factors(self._empty(rank, columns), self._empty(rows, rank), scale)
+            empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.model.device)
+            self._factors[name] = Factors(empty((rank, columns)), empty((rows, rank)), scale)
             self._by_name |= {a: self._factors[name].a, b: self._factors[name].b}
         self._others_bytes += sum(tensor.nbytes for tensor in self._by_name.values())
         self._is_alone = alone
@@ -287,7 +304,7 @@ class WeightStaging:
         """
         if self.in_place:
             raise ValueError("staging: expected whole rows for weights that are replaced in place, found elements")
-        numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.model.dtype
+        numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
                 f"{name}: expected as many int64 indices as {dtype} values, found {list(indices.shape)} of "
@@ -315,9 +332,6 @@ class WeightStaging:
         self._staged_rows.clear()
         self._factors, self._by_name, self.base = {}, {}, None
         self._others_bytes = 0
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._store.model.dtype, device=self._store.model.device)
 
     def _place(self, name: str) -> tuple[str, int]:
         """The parameter, and where in it the first element is."""

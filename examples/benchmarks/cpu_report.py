@@ -33,8 +33,8 @@ from trueroll.kernels.layer import run_layers
 from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
-OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear", "linear_add")
-OPS = (*OPS, "gate_up", "route", "experts", "rmsnorm", "next_tokens")
+OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear")
+OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tokens")
 
 
 class Meter:
@@ -107,7 +107,7 @@ def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: State
 COSTS = {
     "qkv": lambda x, spec, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
     "linear": lambda x, weight, *rest: product_cost(len(x), weight),
-    "linear_add": lambda x, weight, *rest: product_cost(len(x), weight),
+    "project_back": lambda x, weight, *rest: product_cost(len(x), weight),
     "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
     "next_tokens": lambda hidden, weight, wanted: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,

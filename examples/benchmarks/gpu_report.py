@@ -275,7 +275,7 @@ def torch_ops(ops: Backend) -> Any:
     def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return ops.gate_mul(F.linear(x, gate), F.linear(x, up), activation)
 
-    def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: None = None) -> Tensor:
+    def project_back(x: Tensor, weight: Tensor, residual: Tensor, bias: None, pieces: int) -> Tensor:
         return torch.addmm(residual, x, weight.T)
 
     def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +285,7 @@ def torch_ops(ops: Backend) -> Any:
 
     ours = {name: getattr(ops, name) for name in ("rotation", "embedding", "rmsnorm")}
     changed = dict(qkv=qkv, gate_up=gate_up, next_tokens=next_tokens, paged_attention=dense_attention)
-    both = SimpleNamespace(**ours, **changed, linear_add=linear_add)
+    both = SimpleNamespace(**ours, **changed, project_back=project_back)
     both.layers = partial(run_layers, both)
     return both
 
@@ -481,7 +481,7 @@ def read_arguments() -> argparse.Namespace:
 @torch.inference_mode()
 def report(sections: Sequence[str], file: Path | None) -> None:
     """Measures these sections, prints them, and writes them to a file. Exits with an error if one of them fails."""
-    ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16, []).ops
+    ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")
     console.print(f"copy {machine.bandwidth / 1e12:.2f} TB/s, cuBLAS {machine.arithmetic / 1e12:.0f} TFLOP/s")

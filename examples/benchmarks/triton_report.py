@@ -171,10 +171,10 @@ class Calls:
         x, heads = self.empty(rows, m.hidden), self.empty(rows, m.heads * m.head_dim)
         backend.linear(x, self.weight(m.hidden, m.hidden))
         backend.linear(x, self.weight(m.hidden, m.hidden), self.empty(m.hidden))
-        backend.linear_add(heads, self.weight(m.hidden, m.heads * m.head_dim), x)
+        backend.project_back(heads, self.weight(m.hidden, m.heads * m.head_dim), x)
         if m.sinks:
-            backend.linear_add(heads, self.weight(m.hidden, m.heads * m.head_dim), x, self.empty(m.hidden))
-        backend.linear_add(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x)
+            backend.project_back(heads, self.weight(m.hidden, m.heads * m.head_dim), x, self.empty(m.hidden))
+        backend.project_back(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x)
         gate, up = self.weight(m.intermediate, m.hidden), self.weight(m.intermediate, m.hidden)
         backend.gate_up(x, gate, up, m.activation)
 
@@ -193,11 +193,11 @@ class Calls:
             "norms": lambda: [backend.rmsnorm(x, self.empty(m.hidden), m.norm) for _ in range(2)],
             "q, k, v": lambda: self.qkv(rows),
             "attention": lambda: self.attention(queries, lens, context),
-            "o": lambda: backend.linear_add(heads, self.weight(m.hidden, heads.shape[1]), x),
+            "o": lambda: backend.project_back(heads, self.weight(m.hidden, heads.shape[1]), x),
             "gate, up": lambda: backend.gate_up(
                 x, *(self.weight(m.intermediate, m.hidden) for _ in range(2)), m.activation
             ),
-            "down": lambda: backend.linear_add(inner, self.weight(m.hidden, m.intermediate), x),
+            "down": lambda: backend.project_back(inner, self.weight(m.hidden, m.intermediate), x),
             "head": lambda: self.next_tokens(hidden),
         }
         return {name: launches_of(op) for name, op in ops.items()}

@@ -7,19 +7,16 @@ the whole process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ..specs import AttentionSpec, ExpertsSpec, LayerSpec
+from ..specs import DecoderSpec
 
 MOST_HEAD_DIM = 512
 
 
-def obstacle(
-    device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None = None
-) -> str:
-    """Why these kernels cannot serve such layers of a hidden size on a device in a dtype, or an empty string.
+def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
+    """Why these kernels cannot serve such a decoder on a device in a dtype, or an empty string. `spec`: None for ops
+    alone.
 
     Raise ConfigError if TRUEROLL_CPU_ISA names what this machine does not have.
     """
@@ -31,13 +28,22 @@ def obstacle(
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
         return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
-    for head_dim in [layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, AttentionSpec)]:
-        if head_dim % 16 or head_dim > MOST_HEAD_DIM:
-            expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
-            return f"native CPU kernels expect {expected}, found {head_dim}"
-    for inner in [layer.mlp.intermediate_size for layer in layers if isinstance(layer.mlp, ExpertsSpec)]:
-        for size in (inner, hidden_size or 0):
-            if size % 16:
-                expected = "experts of intermediate and hidden sizes that are multiples of 16"
-                return f"native CPU kernels expect {expected}, found {size}; use the backend reference"
+    if spec is not None and (unserved := _unserved(spec, dtype)):
+        return f"native CPU kernels expect {unserved}"
     return library_obstacle()
+
+
+def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
+    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
+    for head_dim in [mixer.head_dim for mixer in spec.attentions]:
+        if head_dim % 16 or head_dim > MOST_HEAD_DIM:
+            return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
+    for size in [size for experts in spec.experts for size in (experts.intermediate_size, spec.hidden_size)]:
+        if size % 16:
+            expected = "experts of intermediate and hidden sizes that are multiples of 16"
+            return f"{expected}, found {size}; use the backend reference"
+    if spec.pieces != 1:
+        return f"products that lead back in 1 piece, found {spec.pieces}; use the backend reference"
+    for role, own in spec.own_dtypes(dtype).items():
+        return f"all weights in {dtype}, found {role} in {own}; use the backend reference"
+    return ""

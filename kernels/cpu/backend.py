@@ -28,6 +28,7 @@ from ..contract import (
     StateBatch,
     TokenStatistics,
     Wanted,
+    check_pieces,
 )
 from ..layer import project, run_layers
 from ..reference import prepare as prepare
@@ -102,8 +103,12 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     return _linear(x, weight, None if bias is None else bias.contiguous(), None)
 
 
-def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _linear(x, weight, None if bias is None else bias.contiguous(), residual.contiguous())
+def project_back(
+    x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+) -> Tensor:
+    check_pieces(pieces)
+    bias, residual = (None if extra is None else extra.contiguous() for extra in (bias, residual))
+    return _linear(x, weight, bias, residual)
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:

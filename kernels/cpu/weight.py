@@ -15,7 +15,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..contract import AttentionWeights, DeltaNetWeights, ExpertsWeights, Layer, MlpWeights, Norms, Weight
+from ..contract import (
+    AttentionWeights,
+    DeltaNetWeights,
+    ExpertsWeights,
+    Layer,
+    MlpWeights,
+    Norms,
+    Weight,
+    check_pieces,
+)
 from ..specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from .library import load_library
 
@@ -96,11 +105,12 @@ class PackedLayers(tuple[Layer, ...]):
     step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
-    values do not lie side by side, and for experts whose rows are not of whole panels.
+    values do not lie side by side, and for experts whose rows are not of whole panels; and ConfigError for layers with
+    several `pieces`.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer.spec)])
+        self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer)])
         self.widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
         self.has_states = any(isinstance(layer.spec.mixer, DeltaNetSpec) for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
@@ -201,10 +211,12 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
     return norms.before, norms.after
 
 
-def _layer_numbers(spec: LayerSpec) -> tuple[float, ...]:
+def _layer_numbers(layer: Layer) -> tuple[float, ...]:
     """What `LayerNumbers` holds, in its order."""
-    mixer, mlp = spec.mixer, (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
-    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp)
+    check_pieces(layer.pieces)
+    spec, mixer = layer.spec, layer.spec.mixer
+    mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
+    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), layer.pieces
     if isinstance(mixer, AttentionSpec):
         return False, *attention_numbers(mixer), *others
     return True, *_delta_net_numbers(mixer), *others

@@ -14,11 +14,10 @@ run in Triton's interpreter, for tests.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 
-from ..specs import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec
+from ..specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec
 
 MOST_HEAD_DIM = 256
 MOST_KEY_HEAD_DIM = 256  # of a delta net: a program holds whole columns of its state
@@ -28,14 +27,15 @@ MOST_EXPERTS = 1024  # one program chooses among all of a row's scores
 LEAST_CAPABILITY = (8, 0)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
-    """Why these kernels cannot serve a model with this dtype and such layers on this device, or an empty string."""
+def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
+    """Why these kernels cannot serve such a decoder on a device in a dtype, or an empty string. `spec`: None for ops
+    alone.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
-    for layer in layers:
-        if unserved := _unserved(layer.mixer) or _unserved_mlp(layer.mlp):
-            return f"Triton kernels expect {unserved}; use the backend reference"
+    if spec is not None and (unserved := _unserved(spec, dtype)):
+        return f"Triton kernels expect {unserved}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:
@@ -49,8 +49,18 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
     return ""
 
 
-def _unserved(mixer: AttentionSpec | DeltaNetSpec) -> str:
-    """What the kernels expect of a mixer and what they find, or an empty string."""
+def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
+    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
+    for layer in spec.layers:
+        if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
+            return unserved
+    for role, own in spec.own_dtypes(dtype).items():
+        return f"all weights in {dtype}, found {role} in {own}"
+    return "" if spec.pieces == 1 else f"products that lead back in 1 piece, found {spec.pieces}"
+
+
+def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
+    """As `_unserved`, of a mixer."""
     if isinstance(mixer, DeltaNetSpec):
         if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
             return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements, found {mixer.key_head_dim}"

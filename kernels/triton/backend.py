@@ -40,8 +40,8 @@ from .head import token_statistics as token_statistics
 from .launch import Launch, compile_all, describe_fault, describe_settings, recording
 from .products import gate_up as gate_up
 from .products import linear as linear
-from .products import linear_add as linear_add
 from .products import lm_head as lm_head
+from .products import project_back as project_back
 from .products import qkv_parts
 from .recurrence import convolve as convolve
 from .recurrence import delta_rule as delta_rule

@@ -37,7 +37,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import CLAMP, CLAMPED_SLOPE
+from ..contract import CLAMP, CLAMPED_SLOPE, check_pieces
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
@@ -130,10 +130,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: 
     return _linear(x, weight, bias, None, x.dtype, full_rows)
 
 
-def linear_add(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None
+def project_back(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    pieces: int = 1,
+    *,
+    full_rows: int | None = None,
 ) -> Tensor:
-    """linear(x, weight, bias) + residual [M, N], rounded twice: [M, N]."""
+    """linear(x, weight, bias) + residual [M, N] if there is one, rounded twice: [M, N]. Raise ConfigError unless
+    `pieces`, those of `Backend.project_back`, is 1: how K is cut beneath that is `k_splits`.
+    """
+    check_pieces(pieces)
     return _linear(x, weight, bias, residual, x.dtype, full_rows)
 
 

@@ -391,13 +391,14 @@ class Stats(Message):
 
 
 class Checksums(Message):
-    """`checksums`: of every parameter's bytes in `dtype`, adapters included, by its Hugging Face name: the 64-bit XXH3
-    hash. `push_id`: as in `Weights`.
+    """`checksums`: of every parameter's bytes, adapters included, by its Hugging Face name: the 64-bit XXH3 hash.
+    `dtype`, `dtypes` and `push_id`: as in `Weights`.
     """
 
     type: Literal["checksums"] = "checksums"
     id: Id
     dtype: str
+    dtypes: dict[str, str]
     checksums: dict[str, Count]
     weight_version: Count
     push_id: PushId | None

@@ -243,6 +243,7 @@ class Control:
             reply = protocol.Checksums(
                 id=call.id,
                 dtype=weights.dtype,
+                dtypes=dict(weights.dtypes),
                 checksums=checksums,
                 weight_version=self._host.weight_version(),
                 push_id=self.pushes.served,
@@ -269,6 +270,7 @@ class Control:
         return protocol.Weights(
             id=call.id,
             dtype=weights.dtype,
+            dtypes=dict(weights.dtypes),
             shapes=dict(weights.shapes),
             parts={name: tuple(parts) for name, parts in weights.parts.items()},
             tied=dict(weights.tied),

@@ -339,7 +339,7 @@ def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeyp
     align(model, "cpu")
     whole = packed(model, rollout)
     assert count_differences(whole, rollout) == 0
-    ops = select_backend("cpu", torch.device("cpu"), torch.float32, []).ops
+    ops = select_backend("cpu", torch.device("cpu"), torch.float32).ops
     broken = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
     setattr(broken, op, lambda *args: BROKEN[op](ops, *args))
     monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))

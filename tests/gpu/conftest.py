@@ -48,7 +48,7 @@ def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels(_needs_a_gpu: None) -> Backend:
     """The Triton kernels, for tensors on the GPU."""
-    return select_backend("triton", DEVICE, torch.bfloat16, []).ops
+    return select_backend("triton", DEVICE, torch.bfloat16).ops
 
 
 @pytest.fixture

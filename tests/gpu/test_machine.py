@@ -39,7 +39,7 @@ def test_versions_and_driver(record_property: Callable[[str, str], None]) -> Non
     record_property("found", f"{versions}{triton.__version__}, transformers {transformers.__version__}")
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)]
     record_property("found", f"settings: {', '.join(settings)}")
-    record_property("found", select_backend("triton", DEVICE, torch.bfloat16, []).ops.instruction_set())
+    record_property("found", select_backend("triton", DEVICE, torch.bfloat16).ops.instruction_set())
     if not IS_REHEARSAL:
         gpus = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=True).stdout.splitlines()
         assert len(gpus) >= torch.cuda.device_count() > 0

@@ -39,7 +39,7 @@ HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 
 PRODUCTS: dict[str, tuple[int, int, int, Product]] = {
     "q": (ROWS, HIDDEN, HIDDEN, lambda ops, x, weight: ops.linear(x, weight)),
     "k": (ROWS, KEYS, HIDDEN, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
-    "down": (ROWS, HIDDEN, INTERMEDIATE, lambda ops, x, weight: ops.linear_add(x, weight, x[:, :HIDDEN])),
+    "down": (ROWS, HIDDEN, INTERMEDIATE, lambda ops, x, weight: ops.project_back(x, weight, x[:, :HIDDEN])),
     "gate and up": (ROWS, 2 * INTERMEDIATE, HIDDEN, lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "silu")),
     "gate and up of Gemma 3": (
         ROWS,

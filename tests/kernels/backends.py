@@ -50,7 +50,7 @@ class Implementation:
     @contextmanager
     def chosen(self) -> Iterator[Backend]:
         """Its ops, with its library and instruction set in use for the whole process until the end of the context."""
-        ops = select_backend(self.backend, CPU, self.dtypes[0], []).ops
+        ops = select_backend(self.backend, CPU, self.dtypes[0]).ops
         if not self.instruction_set:
             yield ops
             return

@@ -16,6 +16,7 @@ from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, L
 from trueroll.kernels.layer import make_layer
 from trueroll.kernels.specs import (
     LAYER_NAMES,
+    PLAIN,
     Activation,
     AttentionSpec,
     DecoderSpec,
@@ -24,6 +25,7 @@ from trueroll.kernels.specs import (
     MlpSpec,
     NormSpec,
     RotationSpec,
+    WeightSpec,
 )
 from trueroll.kernels.stacks import StackLayout
 
@@ -128,7 +130,7 @@ def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, se
     """Layers with random weights. Norms before them are small, so that queries do not see one key alone."""
     seeds = count(seed)
 
-    def get(name: str, *shape: int, layout: StackLayout | None = None) -> Weight:
+    def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Weight:
         values = randn(*shape, dtype=served.dtype, seed=next(seeds))
         if layout is not None:
             return stored(served.ops, values.flatten(0, 1)) if len(shape) == 3 else values

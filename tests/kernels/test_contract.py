@@ -73,16 +73,16 @@ def linear(n: int, k: int, bias: bool, served: Served) -> RowOp:
     return RowOp(lambda x: served.ops.linear(x, weight, b), (randn(ROWS, k, dtype=served.dtype),))
 
 
-def linear_add(n: int, k: int, served: Served) -> RowOp:
+def project_back(n: int, k: int, served: Served) -> RowOp:
     weight = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1))
     rows = (randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2))
-    return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual), rows)
+    return RowOp(lambda x, residual: served.ops.project_back(x, weight, residual), rows)
 
 
-def linear_add_bias(n: int, k: int, served: Served) -> RowOp:
+def project_back_bias(n: int, k: int, served: Served) -> RowOp:
     weight, bias = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1)), randn(n, dtype=served.dtype, seed=3)
     rows = (randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2))
-    return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual, bias), rows)
+    return RowOp(lambda x, residual: served.ops.project_back(x, weight, residual, bias), rows)
 
 
 def router_logits(spec: ExpertsSpec, dtype: torch.dtype, rows: int = ROWS) -> Tensor:
@@ -245,7 +245,7 @@ def sample(vocab_size: int, rows: int, served: Served) -> RowOp:
 
 
 MIXTURE_OPS: dict[str, Callable[[Served], RowOp]] = {
-    "linear_add 513x130 bias": partial(linear_add_bias, 513, 130),
+    "project_back 513x130 bias": partial(project_back_bias, 513, 130),
     "gate_mul clamped_silu 130": partial(gate_mul, 130, "clamped_silu"),
     "gate_up clamped_silu 130x577": partial(gate_up, 130, 577, "clamped_silu"),
     "route 3 of 9": partial(route, EXPERTS, False),
@@ -259,7 +259,7 @@ MIXTURE_OPS: dict[str, Callable[[Served], RowOp]] = {
 TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
     **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
-    **{f"linear_add {n}x{k}": partial(linear_add, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
+    **{f"project_back {n}x{k}": partial(project_back, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
     **{f"gate_mul silu {n}": partial(gate_mul, n, "silu") for n in (7, 130, 1001)},
     "gate_mul gelu_tanh 130": partial(gate_mul, 130, "gelu_tanh"),
     "gate_mul sigmoid 130": partial(gate_mul, 130, "sigmoid"),
@@ -303,7 +303,7 @@ INTERPRETED_ROWS = 20
 INTERPRETED = (
     *(
         "linear 513x130 bias",
-        "linear_add 17x33",
+        "project_back 17x33",
         "gate_mul silu 130",
         "rope 80",
         "rope 20 of 80",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+from trueroll.kernels import reference
 from trueroll.kernels.contract import (
     GREEDY,
     NO_SLOT,
@@ -88,10 +91,43 @@ def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -
 
 
 @pytest.mark.parametrize("n,k", [(576, 576), (17, 33), (513, 130)])
-def test_linear_add(served: Served, n: int, k: int) -> None:
+def test_project_back(served: Served, n: int, k: int) -> None:
     weight = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1))
     x, residual = randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2)
-    assert same_bits(served.ops.linear_add(x, weight, residual), served.ops.linear(x, weight) + residual)
+    product = served.ops.linear(x, weight)
+    assert same_bits(served.ops.project_back(x, weight), product)
+    assert same_bits(served.ops.project_back(x, weight, residual), product + residual)
+    if served.ops is not reference:
+        with pytest.raises(ConfigError, match=r"this backend computes 1 piece \(got 4\); use the backend reference"):
+            served.ops.project_back(x, weight, residual, pieces=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k,pieces", [(128, 2), (130, 4), (576, 8), (33, 8)])
+def test_pieces_of_a_product_are_added_as_a_balanced_tree(k: int, pieces: int, dtype: torch.dtype) -> None:
+    x, weight, residual, bias = (randn(*shape, dtype=dtype) for shape in ((ROWS, k), (70, k), (ROWS, 70), (70,)))
+    length = -(-k // pieces)
+    sums = [reference.lm_head(*parts) for parts in zip(x.split(length, 1), weight.split(length, 1), strict=True)]
+    sums += [torch.zeros_like(sums[0])] * (pieces - len(sums))
+
+    def tree(parts: list[Tensor]) -> Tensor:
+        half = len(parts) // 2
+        return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
+
+    found = reference.project_back(x, weight, residual, bias, pieces)
+    assert same_bits(found, (tree(sums) + bias.float()).to(dtype) + residual)
+    assert same_bits(reference.project_back(x, weight, pieces=pieces), tree(sums).to(dtype))
+    if pieces > 2 and dtype == torch.float32:
+        from_the_left = functools.reduce(torch.add, sums)
+        assert not same_bits(from_the_left, tree(sums)), "the order makes a difference"
+    for rows in (1, 3, 8):
+        assert same_bits(reference.project_back(x[:rows], weight, residual[:rows], bias, pieces), found[:rows])
+
+
+@pytest.mark.parametrize("pieces", [0, -1, 3, 6])
+def test_the_number_of_pieces_is_a_power_of_two(pieces: int) -> None:
+    with pytest.raises(ConfigError, match=f"expected a power of two, found {pieces}"):
+        reference.project_back(randn(2, 12), randn(3, 12), pieces=pieces)
 
 
 @pytest.mark.parametrize("n,k,activation", [(7, 40, "silu"), (130, 577, "silu"), (130, 577, "gelu_tanh")])
@@ -108,7 +144,7 @@ def test_ops_of_mixtures(mixing: Served) -> None:
     x, residual, bias = (randn(*shape, dtype=dtype) for shape in ((ROWS, 577), (ROWS, 130), (130,)))
     expected = ops.gate_mul(ops.linear(x, gate), ops.linear(x, up), "clamped_silu")
     assert same_bits(ops.gate_up(x, gate, up, "clamped_silu"), expected)
-    assert same_bits(ops.linear_add(x, gate, residual, bias), ops.linear(x, gate, bias) + residual)
+    assert same_bits(ops.project_back(x, gate, residual, bias), ops.linear(x, gate, bias) + residual)
 
 
 SOME_EXPERTS = {

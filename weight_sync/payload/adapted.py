@@ -24,6 +24,7 @@ class Adapted:
     """
 
     dtype: str
+    dtypes: Mapping[str, str]
     shapes: Mapping[str, Shape]
     parts: Parts
     tied: Mapping[str, str]
@@ -38,6 +39,7 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
         raise PushError(describe_unknown(unknown, wanted))
     shapes = {name: shape for name, shape in wanted.shapes.items() if name not in base}
+    dtypes = dict(wanted.dtypes)
     if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
         raise PushError(f"adapters: expected a base for each, but none has {list_names(both)}; push every tensor whole")
     for name, rank, _ in adapters.weights:
@@ -46,6 +48,7 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
             raise PushError(f"tensor {name}: expected a matrix for an adapter, found shape {list(shape)}; leave it out")
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
+        dtypes |= dict.fromkeys((a, b), dtypes[name]) if name in dtypes else {}
     found = sum(rank * sum(wanted.shapes[name]) for name, rank, _ in adapters.weights)
     most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
     if found > most:
@@ -54,4 +57,4 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
             f"found {found}; push the merged weights"
         )
     parts = {} if adapters.is_alone else wanted.parts
-    return Adapted(wanted.dtype, shapes, parts, wanted.tied, wanted.ignored)
+    return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored)

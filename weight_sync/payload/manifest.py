@@ -1,8 +1,8 @@
 """What a push of weights says about itself: the pieces of tensors, the buckets they travel in, and by which way.
 
 Owns the vocabulary that publisher, protocol and receiver share, and the checksum of host memory. A push carries every
-parameter of the model exactly once, whole or in parts, in one dtype, that of the worker; one of adapters alone says
-instead which parameters stay what they were. Its tensors are cut into pieces of whole rows (or lists of changed
+parameter of the model exactly once, whole or in parts, in the dtype that the worker holds it in; one of adapters alone
+says instead which parameters stay what they were. Its tensors are cut into pieces of whole rows (or lists of changed
 elements), and the pieces are packed into buckets of bounded size. Imports no torch.
 """
 
@@ -47,7 +47,7 @@ class _Part(BaseModel):
 
 
 class Rows(_Part):
-    """Rows [start, start + length) of the tensor `name`, whose whole shape is `shape`, as bytes of the push's dtype.
+    """Rows [start, start + length) of the tensor `name`, whose whole shape is `shape`, as bytes of its dtype.
 
     They lie at [offset, offset + num_bytes) of the bucket. The pieces of a tensor come in the order of its rows.
     `checksum`: None where the bucket has a word sum.
@@ -210,8 +210,7 @@ class Adapters(_Part):
 
     `weights`: of each W its name, rank and scale; A and B come as tensors (`factor_names`). `base`: None for a push
     that brings every parameter; else names and checksums: it brings those parameters alone that are not named here,
-    beside A and B, and the others are those that the worker had before adapters, whose bytes in the push's dtype have
-    these checksums.
+    beside A and B, and the others are those that the worker had before adapters, whose bytes have these checksums.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]

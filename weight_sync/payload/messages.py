@@ -107,7 +107,8 @@ class GetWeights(Message):
 class Weights(Message):
     """What a push must bring, and what is served now.
 
-    `shapes`: of every parameter, by its Hugging Face name. `parts`: of those that are stacks of matrices, one for each
+    `dtype`: of pushes; `dtypes`: of parameters that come in another. `shapes`: of every parameter, by its Hugging Face
+    name. `parts`: of those that are stacks of matrices, one for each
     expert, and may come in parts instead: what the parts of one matrix are called, in the order of their rows, of which
     each has as many, with the expert's number in place of `{}`. `tied`: names that are copies of a parameter, and of
     which; `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
@@ -118,6 +119,7 @@ class Weights(Message):
     type: Literal["weights"] = "weights"
     id: Id
     dtype: str
+    dtypes: dict[str, str]
     shapes: dict[str, tuple[Count, ...]]
     parts: dict[str, tuple[str, ...]]
     tied: dict[str, str]

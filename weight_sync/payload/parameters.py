@@ -15,12 +15,14 @@ _MOST_WORDS = 32
 
 
 class Parameters(Protocol):
-    """The parameters that a push must bring. `parts`: what may come in place of some; `tied` and `ignored`: names that
-    may be left out. See `Weights`.
+    """The parameters that a push must bring. `dtypes`: of those that have another than the push; `parts`: what may come
+    in place of some; `tied` and `ignored`: names that may be left out. See `Weights`.
     """
 
     @property
     def dtype(self) -> str: ...
+    @property
+    def dtypes(self) -> Mapping[str, str]: ...
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
     @property
@@ -52,6 +54,12 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
 def spellings_of(wanted: Parameters) -> Spellings:
     """The names that parameters may come by."""
     return Spellings(wanted.shapes, wanted.parts)
+
+
+def own_dtypes(wanted: Parameters) -> dict[str, str]:
+    """`Parameters.dtypes` by all names that these parameters and their parts may come by."""
+    spellings = spellings_of(wanted)
+    return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:

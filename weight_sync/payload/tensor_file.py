@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,13 +48,14 @@ class TensorEntry(BaseModel):
 
 
 class TensorFile:
-    """The tensors of `file`, all of them of `dtype`, a name such as bfloat16; `entries` in the order of their bytes.
+    """The tensors of `file`, all of them of `dtype`, a name such as bfloat16, but for those that `dtypes` names;
+    `entries` in the order of their bytes.
 
     Raise PushError, which names `path`, if it is not a whole safetensors file with such tensors, or has a header of
     more than `max_header_bytes`.
     """
 
-    def __init__(self, file: FileIO, path: Path, dtype: str, max_header_bytes: int) -> None:
+    def __init__(self, file: FileIO, path: Path, dtype: str, dtypes: Mapping[str, str], max_header_bytes: int) -> None:
         self._file = file
         self._path = path
         size = os.fstat(file.fileno()).st_size
@@ -62,7 +64,7 @@ class TensorFile:
         self._expect(length <= max_header_bytes, f"a header of {length} bytes, more than {max_header_bytes}")
         self._expect(self._start <= size, f"{size} bytes, fewer than the header's end at {self._start}")
         self.entries = self._parse(self._read(_LENGTH_BYTES, length).tobytes())
-        self._check_layout(dtype, size - self._start)
+        self._check_layout(dtype, dtypes, size - self._start)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The bytes of a tensor, in memory of their own: uint8 [num_bytes]. Raise PushError if they are gone."""
@@ -96,13 +98,14 @@ class TensorFile:
             raise self._wrong(f"a header that cannot be read ({error!s:.200})") from None
         return sorted(entries, key=lambda entry: entry.data_offsets)
 
-    def _check_layout(self, dtype: str, num_bytes: int) -> None:
-        end, itemsize = 0, dtype_named(dtype).itemsize
+    def _check_layout(self, dtype: str, dtypes: Mapping[str, str], num_bytes: int) -> None:
+        end = 0
         for entry in self.entries:
+            own = dtypes.get(entry.name, dtype)
             found = f"tensor {entry.name} as {entry.dtype:.20} {list(entry.shape)} at {list(entry.data_offsets)}"
-            self._expect(entry.dtype == DTYPE_CODES[dtype], f"{found}, which is not {dtype}")
+            self._expect(entry.dtype == DTYPE_CODES[own], f"{found}, which is not {own}")
             self._expect(entry.data_offsets[0] == end, f"{found}, where the one before it ends at {end}")
-            expected = math.prod(entry.shape) * itemsize
+            expected = math.prod(entry.shape) * dtype_named(own).itemsize
             self._expect(entry.num_bytes == expected, f"{found}, which is not its {expected} bytes")
             end = entry.data_offsets[1]
         self._expect(end == num_bytes, f"{num_bytes} bytes behind the header, where its tensors have {end}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import xxhash
 
 from trueroll.errors import ConfigError
+
+from .parameters import Parameters, own_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INDEX_DTYPE = torch.int32
@@ -34,6 +36,12 @@ def dtype_named(name: str) -> torch.dtype:
             f"dtype: expected one of {', '.join(DTYPES)}, found {name!r:.80}; serve the model in one of them"
         )
     return DTYPES[name]
+
+
+def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
+    """Find the dtype that a parameter, a part of one or another tensor of a push has on its way, by its name."""
+    common, own = dtype_named(wanted.dtype), {name: dtype_named(each) for name, each in own_dtypes(wanted).items()}
+    return lambda name: own.get(name, common)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

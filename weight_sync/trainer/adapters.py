@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trueroll.errors import PushError
 
 from ..payload.manifest import Adapters, factor_names
-from ..payload.parameters import Parameters, describe_tie, describe_unknown
+from ..payload.parameters import Parameters, describe_tie, describe_unknown, own_dtypes
 from ..payload.tensors import dtype_named, tensor_checksum
 from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
@@ -73,10 +73,12 @@ class TrainerAdapters:
         if not self.is_alone:
             return Adapters(weights=self._scales)
         found: dict[str, int] = {}
+        own = own_dtypes(wanted)
         for name, tensor in self._base.items():
             if name not in wanted.shapes and name not in wanted.tied and name not in wanted.ignored:
                 raise PushError(describe_unknown(name, wanted))
-            found[name] = checksums.of(tensor, next(tensors)[1], wanted.dtype)
+            dtype = own.get(wanted.tied.get(name, name), wanted.dtype)
+            found[name] = checksums.of(tensor, next(tensors)[1], dtype)
         for name, other in wanted.tied.items():
             if name in found and found[name] != found.get(other):
                 raise PushError(describe_tie(name, other))

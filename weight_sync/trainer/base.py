@@ -1,37 +1,31 @@
 """What the workers served last, kept in the trainer to find out which elements changed.
 
-Owns a copy of all weights in the workers' dtype: that is the price of sparse pushes. Differences are of bits, so that
+Owns a copy of all weights in the workers' dtypes: that is the price of sparse pushes. Differences are of bits, so that
 -0.0 replaces 0.0, and NaN replaces NaN only where its bits are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
-from ...kernels.spellings import Parts, Spellings
-from ..payload.manifest import Shape
-from ..payload.tensors import INDEX_DTYPE, host_chunks, raw_bits
+from ..payload.parameters import Parameters, spellings_of
+from ..payload.tensors import INDEX_DTYPE, dtypes_of, host_chunks, raw_bits
 
 _MAX_ELEMENTS = 2**31
 """Indices are int32."""
 
 
 class Base:
-    """A copy of tensors of these shapes, which come whole or in `parts`. Its content means nothing before the first
-    `replace` of everything.
-    """
+    """A copy of the tensors that workers want. Its content means nothing before the first `replace` of everything."""
 
-    def __init__(self, shapes: Mapping[str, Shape], parts: Parts, dtype: torch.dtype) -> None:
-        self._kind = dict(shapes), dict(parts), dtype
-        self._spellings = Spellings(shapes, parts)
-        self._tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    def __init__(self, wanted: Parameters) -> None:
+        self._kind, self._spellings, dtype_of = _kind(wanted), spellings_of(wanted), dtypes_of(wanted)
+        self._tensors = {name: torch.empty(shape, dtype=dtype_of(name)) for name, shape in wanted.shapes.items()}
 
-    def fits(self, shapes: Mapping[str, Shape], parts: Parts, dtype: torch.dtype) -> bool:
-        """Whether it is of tensors of these shapes, with these parts and of this dtype."""
-        return self._kind == (shapes, parts, dtype)
+    def fits(self, wanted: Parameters) -> bool:
+        """Whether it is of tensors of the same shapes and dtypes, with the same parts."""
+        return self._kind == _kind(wanted)
 
     def tensor(self, name: str) -> torch.Tensor:
         """What is kept of a tensor, or of a part of one, as a view."""
@@ -41,7 +35,7 @@ class Base:
         return self._tensors[part.stack][part.expert].narrow(0, part.start, part.shape[0])
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take up a tensor or a part, and return it in the workers' dtype."""
+        """Take up a tensor or a part, and return it in its dtype of the workers."""
         return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -68,6 +62,10 @@ class Base:
             return None
         indices = torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
         return indices.to(INDEX_DTYPE), kept.view(-1)[indices]
+
+
+def _kind(wanted: Parameters) -> tuple[object, ...]:
+    return dict(wanted.shapes), dict(wanted.parts), wanted.dtype, dict(wanted.dtypes)
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from trueroll.errors import PushError
 
 from ..payload.manifest import Shape
 from ..payload.parameters import Parameters, check_complete, describe_tie, describe_unknown, spellings_of
-from ..payload.tensors import dtype_named, tensor_checksum
+from ..payload.tensors import dtypes_of, tensor_checksum
 from .trainer_tensors import check_is_tensor, memory_of
 
 
@@ -28,7 +28,7 @@ class Checklist:
         self._wanted = wanted
         self._spellings = spellings_of(wanted)
         self._seen: set[str] = set()
-        self._dtype = dtype_named(wanted.dtype)
+        self._dtype_of = dtypes_of(wanted)
         self._checksums: dict[str, int] = {}
         self._ties = dict(wanted.tied)
         if mapping is not None:
@@ -45,7 +45,7 @@ class Checklist:
             raise PushError(f"tensor {name}: expected each tensor once, found it twice; leave one out")
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
-            self._checksums[name] = tensor_checksum(tensor, self._dtype)
+            self._checksums[name] = tensor_checksum(tensor, self._dtype_of(self._wanted.tied.get(name, name)))
         return self._spellings.shape(name) is not None
 
     def finish(self) -> None:

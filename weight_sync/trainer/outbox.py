@@ -6,6 +6,7 @@ tensor once, straight into its slot, converting dtype and device on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,13 +21,17 @@ from .transaction import Transaction
 
 
 class Outbox:
-    """Sends tensors of `dtype` through `slots`, in buckets that `transaction` announces."""
+    """Sends tensors through `slots`, each in the dtype that `dtype_of(name)` says, in buckets that `transaction`
+    announces.
+    """
 
-    def __init__(self, slots: Slots, transaction: Transaction, dtype: torch.dtype, bucket_bytes: int) -> None:
+    def __init__(
+        self, slots: Slots, transaction: Transaction, dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
+    ) -> None:
         self.num_bytes = 0
         self._slots = slots
         self._transaction = transaction
-        self._dtype = dtype
+        self._dtype_of = dtype_of
         self._packer = Packer(bucket_bytes)
         self._pieces: list[Piece] = []
         self._index = 0
@@ -35,23 +40,23 @@ class Outbox:
 
     def put_rows(self, name: str, tensor: torch.Tensor) -> None:
         """Send a whole tensor."""
-        shape = tuple(tensor.shape)
-        rows, row_bytes, multiple = row_layout(shape, self._dtype.itemsize)
+        shape, dtype = tuple(tensor.shape), self._dtype_of(name)
+        rows, row_bytes, multiple = row_layout(shape, dtype.itemsize)
         for cut in self._packer.place(rows, row_bytes, multiple):
             place = self._place(cut, cut.length * row_bytes)
-            _fill(place, tensor[cut.start : cut.start + cut.length], self._dtype)
+            _fill(place, tensor[cut.start : cut.start + cut.length], dtype)
             fields = self._fields(name, shape, cut, place)
             self._pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Send the changed elements of a tensor, of which there may be none."""
-        total = len(indices)
-        for cut in self._packer.place(total, INDEX_DTYPE.itemsize + self._dtype.itemsize):
+        total, dtype = len(indices), self._dtype_of(name)
+        for cut in self._packer.place(total, INDEX_DTYPE.itemsize + dtype.itemsize):
             chosen = slice(cut.start, cut.start + cut.length)
             split = cut.length * INDEX_DTYPE.itemsize
-            place = self._place(cut, split + cut.length * self._dtype.itemsize)
+            place = self._place(cut, split + cut.length * dtype.itemsize)
             place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
-            place[split:].view(self._dtype).copy_(values[chosen])
+            place[split:].view(dtype).copy_(values[chosen])
             fields = self._fields(name, shape, cut, place)
             self._pieces.append(Elements(count=cut.length, total=total, **fields))
 

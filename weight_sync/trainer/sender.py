@@ -2,7 +2,7 @@
 
 Owns: the buffers, the base that sparse pushes need, and the checksums that pushes of adapters need. Does not own the
 workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered tensor and two buckets, and
-with `sparse` a copy of the weights in the workers' dtype.
+with `sparse` a copy of the weights in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..payload.adapted import with_adapters
 from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, Adapters, DiskSource, FolderManifest
 from ..payload.messages import Weights
 from ..payload.packing import slot_bytes
-from ..payload.parameters import Parameters, spellings_of
-from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..payload.parameters import Parameters, own_dtypes, spellings_of
+from ..payload.tensors import dtype_named, dtypes_of, host_chunks, raw_bytes
 from ..transports.collective import GroupSlots
 from ..transports.cuda_ipc import CudaIpcSlots
 from ..transports.disk import FolderWriter, remove_others
@@ -142,7 +142,8 @@ class WeightSender:
         wanted, bucket_bytes = load.wanted, BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
         if load.adapters is not None and load.adapters.is_alone:
             bucket_bytes = min(bucket_bytes, ADAPTER_BUCKET_BYTES)
-        largest = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, bucket_bytes)
+        itemsize = max(dtype_named(dtype).itemsize for dtype in (wanted.dtype, *wanted.dtypes.values()))
+        largest = slot_bytes(wanted.shapes.values(), itemsize, bucket_bytes)
         self._committed = None
         with closing(self._open_slots(largest, transaction, gpu)) as slots:
             with transaction.phase("begin"):
@@ -150,7 +151,7 @@ class WeightSender:
                 transaction.begin(wanted.dtype, slots.source, base, load.adapters).result()
                 slots.opened()
             with transaction.phase("stage"):
-                outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), bucket_bytes)
+                outbox = Outbox(slots, transaction, dtypes_of(wanted), bucket_bytes)
                 load.put_all(outbox.put_rows if load.adapters else self._putter(outbox, wanted, base))
                 outbox.finish()
             transaction.verify()
@@ -178,9 +179,8 @@ class WeightSender:
         """How each tensor is sent: whole, or what changed of it."""
         if not self._is_sparse:
             return outbox.put_rows
-        dtype = dtype_named(wanted.dtype)
-        if self._base is None or not self._base.fits(wanted.shapes, wanted.parts, dtype):
-            self._base = Base(wanted.shapes, wanted.parts, dtype)
+        if self._base is None or not self._base.fits(wanted):
+            self._base = Base(wanted)
         kept = self._base
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
@@ -201,10 +201,11 @@ class WeightSender:
         with transaction.phase("stage"):
             shapes = spellings_of(wanted).all_shapes()
             writer = FolderWriter(
-                self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes, adapters
+                *(self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes),
+                *(own_dtypes(wanted), adapters),
             )
             with closing(writer):
-                load.put_all(partial(_write, writer, dtype_named(wanted.dtype)))
+                load.put_all(partial(_write, writer, dtypes_of(wanted)))
                 folder = writer.finish()
         try:
             self._verify_folder(transaction, wanted.dtype, adapters, folder)
@@ -249,8 +250,8 @@ class _Load:
         self._checklist.finish()
 
 
-def _write(writer: FolderWriter, dtype: torch.dtype, name: str, tensor: torch.Tensor) -> None:
-    for _, chunk in host_chunks(tensor, dtype):
+def _write(writer: FolderWriter, dtype_of: Callable[[str], torch.dtype], name: str, tensor: torch.Tensor) -> None:
+    for _, chunk in host_chunks(tensor, dtype_of(name)):
         writer.append(name, raw_bytes(chunk))
 
 
@@ -279,8 +280,9 @@ def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:
     things.
     """
     addresses, (first, *others) = workers.addresses, replies
+    fields = "dtype", "dtypes", "shapes", "parts", "tied"
     for address, other in zip(addresses[1:], others, strict=True):
-        if any(getattr(other, field) != getattr(first, field) for field in ("dtype", "shapes", "parts", "tied")):
+        if any(getattr(other, field) != getattr(first, field) for field in fields):
             raise PushError(
                 f"worker {address}: expected the same parameters as at {addresses[0]}, found others (dtype "
                 f"{other.dtype} against {first.dtype}, or other shapes); use a publisher for each kind"

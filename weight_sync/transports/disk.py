@@ -52,7 +52,7 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 class FolderWriter:
     """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces. Not
-    all need to come.
+    all need to come. `dtypes`: of those that are not of `dtype`.
 
     Raise PushError if it cannot be written.
     """
@@ -64,6 +64,7 @@ class FolderWriter:
         version: int,
         dtype: str,
         shapes: Mapping[str, Shape],
+        dtypes: Mapping[str, str] | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
@@ -71,7 +72,7 @@ class FolderWriter:
         self._manifest = FolderManifest(
             push_id=push_id, weight_version=version, dtype=dtype, checksums={}, adapters=adapters
         )
-        self._shapes = shapes
+        self._shapes, self._dtypes = shapes, dtypes or {}
         self._extents: dict[str, tuple[int, int]] = {}
         self._hashes: dict[str, xxhash.xxh3_64] = {}
         self._offsets: dict[str, int] = {}
@@ -123,13 +124,19 @@ class FolderWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _num_bytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * dtype_named(self._manifest.dtype).itemsize
+        return math.prod(self._shapes[name]) * dtype_named(self._dtype_of(name)).itemsize
+
+    def _dtype_of(self, name: str) -> str:
+        return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
         """The beginning of a safetensors file with these tensors, of at least so many bytes."""
-        code = DTYPE_CODES[self._manifest.dtype]
         entries = {
-            name: {"dtype": code, "shape": list(self._shapes[name]), "data_offsets": list(extent)}
+            name: {
+                "dtype": DTYPE_CODES[self._dtype_of(name)],
+                "shape": list(self._shapes[name]),
+                "data_offsets": list(extent),
+            }
             for name, extent in extents.items()
         }
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
@@ -139,11 +146,19 @@ class FolderWriter:
 
 class FolderReader:
     """The worker's side. Raise PushError if `policy` does not let it read the folder, if that holds another push, or if
-    its manifest or the header of its tensors is wrong, or longer than for `num_tensors` tensors.
+    its manifest or the header of its tensors is wrong, or longer than for `num_tensors` tensors. `dtypes`: of tensors
+    that are not of `dtype`.
     """
 
     def __init__(
-        self, source: DiskSource, push_id: str, version: int, dtype: str, num_tensors: int, policy: PushPolicy
+        self,
+        source: DiskSource,
+        push_id: str,
+        version: int,
+        dtype: str,
+        num_tensors: int,
+        policy: PushPolicy,
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         folder, max_bytes = Path(source.folder), _max_bytes(num_tensors)
         with ExitStack() as opened:
@@ -155,7 +170,7 @@ class FolderReader:
                     f"disk: expected push, version and dtype {push_id, version, dtype} in {folder}, found "
                     f"{found!s:.200}; give the folder of this push"
                 )
-            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, max_bytes)
+            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, dtypes or {}, max_bytes)
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:

@@ -12,7 +12,7 @@ from trueroll.errors import OtherBaseError, PushError
 
 from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import list_names
-from ..payload.tensors import dtype_named, tensor_checksum
+from ..payload.tensors import dtypes_of, tensor_checksum
 from .assembly import Destination, StagingArea
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -40,16 +40,16 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
 
 def served_checksums(weights: Destination) -> dict[str, int]:
     """Of every parameter that is served."""
-    dtype = dtype_named(weights.dtype)
-    return {name: tensor_checksum(weights.served(name), dtype) for name in weights.shapes}
+    dtype_of = dtypes_of(weights)
+    return {name: tensor_checksum(weights.served(name), dtype_of(name)) for name in weights.shapes}
 
 
 def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> None:
-    known, others, dtype = weights.base.checksums, [], dtype_named(weights.dtype)
+    known, others, dtype_of = weights.base.checksums, [], dtypes_of(weights)
     for name, expected in base.items():
         if name not in known:
             with guarded():
-                known[name] = tensor_checksum(weights.before_adapters(name), dtype)
+                known[name] = tensor_checksum(weights.before_adapters(name), dtype_of(name))
         if known[name] != expected:
             others.append(name)
     if others:

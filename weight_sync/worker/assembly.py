@@ -18,7 +18,7 @@ from trueroll.errors import PushError
 
 from ..payload.manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
 from ..payload.parameters import Parameters, check_complete, describe_unknown, list_names, spellings_of
-from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtype_named, word_sum
+from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
 FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones or NaN"
 """What was expected, and what was found."""
@@ -129,7 +129,7 @@ class Assembly:
         self._weights = weights
         self._spellings = spellings_of(weights)
         self._staging = staging
-        self._dtype = dtype_named(weights.dtype)
+        self._dtype_of = dtypes_of(weights)
         self._is_sparse = is_sparse
         self._reject_nonfinite = reject_nonfinite
         self._tallies: dict[str, _Tally] = {}
@@ -225,9 +225,10 @@ class Assembly:
             _expect(piece.count > 0 or piece.total == 0, piece, "some elements", 0)
 
     def _num_bytes(self, piece: Piece) -> int:
+        itemsize = self._dtype_of(piece.name).itemsize
         if isinstance(piece, Rows):
-            return piece.length * math.prod(piece.shape[1:]) * self._dtype.itemsize
-        return piece.count * (INDEX_DTYPE.itemsize + self._dtype.itemsize)
+            return piece.length * math.prod(piece.shape[1:]) * itemsize
+        return piece.count * (INDEX_DTYPE.itemsize + itemsize)
 
     def _tally(self, piece: Piece) -> _Tally:
         expected = piece.shape[0] if isinstance(piece, Rows) else piece.total
@@ -240,11 +241,12 @@ class Assembly:
         return tally
 
     def _values(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
-        return data[_values_start(piece) :].view(self._dtype)
+        return data[_values_start(piece) :].view(self._dtype_of(piece.name))
 
     def _inspect_bytes(self, piece: Piece, expected: int, data: torch.Tensor) -> None:
         if self._reject_nonfinite:
-            found, are_finite = checksum_and_finiteness(data, _values_start(piece), self._dtype)
+            dtype = self._dtype_of(piece.name)
+            found, are_finite = checksum_and_finiteness(data, _values_start(piece), dtype)
         else:
             found, are_finite = checksum(data.numpy()), True
         _expect(found == expected, piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")

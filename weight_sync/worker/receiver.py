@@ -23,7 +23,7 @@ from trueroll.errors import DeadlineError, PushError, TruerollError
 from ..payload.adapted import with_adapters
 from ..payload.manifest import CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, VerifyPush
-from ..payload.parameters import spellings_of
+from ..payload.parameters import Parameters, own_dtypes, spellings_of
 from ..transports.collective import NcclReader
 from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
@@ -118,8 +118,8 @@ class Receiver(threading.Thread):
     def _receive(self, source: _ReadSource) -> None:
         begin = self._begin
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
-        most = spellings_of(wanted).most
-        reader = _open_source(begin, source, most, self._writing.device, self._policy, lambda: self._writing.is_closed)
+        device, writing = self._writing.device, self._writing
+        reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
         lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
@@ -219,7 +219,7 @@ class Receiver(threading.Thread):
 def _open_source(
     begin: BeginPush,
     source: _ReadSource,
-    num_tensors: int,
+    wanted: Parameters,
     device: torch.device,
     policy: PushPolicy,
     is_closed: Callable[[], bool],
@@ -237,4 +237,5 @@ def _open_source(
         case CudaIpcSource():
             return CudaIpcReader(source, device)
         case DiskSource():
-            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, num_tensors, policy)
+            told = begin.push_id, begin.weight_version, begin.dtype
+            return FolderReader(source, *told, spellings_of(wanted).most, policy, own_dtypes(wanted))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..payload.tensors import dtypes_of, host_chunks, raw_bytes
 from ..transports.disk import FolderWriter
 from .assembly import Destination
 
 
 def save_weights(parent: Path, push_id: str, version: int, weights: Destination) -> Path:
     """Write a folder of that push into `parent`, and return it. Raise PushError if it cannot be written."""
-    dtype = dtype_named(weights.dtype)
-    with closing(FolderWriter(parent, push_id, version, weights.dtype, weights.shapes)) as writer:
+    dtype_of = dtypes_of(weights)
+    with closing(FolderWriter(parent, push_id, version, weights.dtype, weights.shapes, weights.dtypes)) as writer:
         for name in weights.shapes:
-            for _, chunk in host_chunks(weights.served(name), dtype):
+            for _, chunk in host_chunks(weights.served(name), dtype_of(name)):
                 writer.append(name, raw_bytes(chunk))
         return writer.finish()

@@ -73,8 +73,9 @@ struct LayerNumbers {
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
     double experts, top_k, is_normed, shared;  // 0 without experts
+    double pieces;  // of products that lead back to hidden states: 1, which Python checks
 };
-static_assert(sizeof(LayerNumbers) == 21 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 22 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;

@@ -38,10 +38,10 @@ void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, Att
 // What follows a layer's mixer.
 template <class T>
 void finish_layer(const LayerArgs<T>& layer) {
-    linear_add(layer.o, layer.after_mixer);
+    project_back(layer.o, layer.after_mixer);
     if (layer.has_experts) return mixture(layer.mixture, layer.after_mlp);
     gate_up(layer.gate_up);
-    linear_add(layer.down, layer.after_mlp);
+    project_back(layer.down, layer.after_mlp);
 }
 
 // Runs layers one after the other, all on one batch. Its attention is planned anew where a layer's needs another plan.

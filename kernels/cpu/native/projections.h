@@ -123,9 +123,9 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
-// linear(args), normed before the residual is added if there is such a norm.
+// A product that leads back to hidden states, normed before the residual is added if there is such a norm.
 template <class T>
-void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
+void project_back(const LinearArgs<T>& args, const Norm<T>& norm) {
     if (norm.weight == nullptr) return linear(args);
     LinearArgs<T> product = args;
     product.residual = nullptr;

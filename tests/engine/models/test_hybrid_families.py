@@ -45,7 +45,7 @@ class Hybrid:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, backend: str = "reference") -> None:
         spec = describe(read_config(folder))
-        ops = select_backend(backend, CPU, dtype, spec.layers).ops
+        ops = select_backend(backend, CPU, dtype, spec).ops
         self.model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
         weights = self.model.checkpoint_tensors()
         copy_checkpoint(check_checkpoint(folder, weights, (), spec.own_name, self.model.stack_parts()), weights)
@@ -362,11 +362,11 @@ def test_what_it_does_not_compute_is_refused(
     ],
 )
 def test_triton_says_what_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
-    *_, delta_net, attention = describe(read_config(tiny_qwen3_5)).layers
+    spec = describe(read_config(tiny_qwen3_5))
+    *_, delta_net, attention = spec.layers
     assert isinstance(delta_net.mixer, DeltaNetSpec)
-    fits, does_not = (
-        [attention, replace(delta_net, mixer=replace(delta_net.mixer, **{field: size}))] for size in (most, most + 1)
-    )
+    mixers = [replace(delta_net.mixer, **{field: size}) for size in (most, most + 1)]
+    fits, does_not = (replace(spec, layers=(attention, replace(delta_net, mixer=mixer))) for mixer in mixers)
     assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
     with pytest.raises(ConfigError, match=f"expect {expected}, found {most + 1}; use the backend reference"):
         select_backend("triton", CPU, torch.bfloat16, does_not)

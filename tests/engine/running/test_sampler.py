@@ -26,7 +26,7 @@ LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
 @pytest.fixture
 def sampler(backend: str) -> Sampler:
     cpu = torch.device("cpu")
-    ops = select_backend(backend, cpu, torch.float32, []).ops
+    ops = select_backend(backend, cpu, torch.float32).ops
     head = ops.new_weight(50, 50, torch.empty)
     head.copy_(torch.eye(50))
     return Sampler(ops, head)

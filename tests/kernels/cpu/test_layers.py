@@ -14,12 +14,12 @@ from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import LayerSpec
 
 from ..backends import Served
-from ..inputs import EXPERTS, layer_spec, make_layers, strided
+from ..inputs import EXPERTS, decoder_spec, layer_spec, make_layers, strided
 from ..test_joined_ops import BOTH, GATED, HYBRIDS, MIXTURES, HybridStep
 
 
 def native(layers: Sequence[LayerSpec]) -> Served:
-    return Served(select_backend("cpu", torch.device("cpu"), torch.float32, layers).ops, torch.float32)
+    return Served(select_backend("cpu", torch.device("cpu"), torch.float32, decoder_spec(*layers)).ops, torch.float32)
 
 
 def test_which_layers_run_in_one_native_call() -> None:

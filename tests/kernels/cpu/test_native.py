@@ -10,6 +10,7 @@ import ctypes
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from matrix import thinned
 from trueroll.errors import ConfigError
 from trueroll.kernels.cpu import obstacle
 from trueroll.kernels.cpu.library import Library, load_library
+from trueroll.kernels.specs import LayerSpec
 
-from ..inputs import EXPERTS, layer_spec
+from ..inputs import EXPERTS, decoder_spec, layer_spec
 from .native_build import ROOT, build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
@@ -120,11 +122,17 @@ def test_a_call_with_another_number_of_arguments_is_refused(count: int) -> None:
 
 
 def test_every_layer_has_to_suit_the_kernels() -> None:
-    cpu, layers = torch.device("cpu"), [layer_spec(size=size) for size in (16, 20, 512)]
-    assert "a multiple of 16 up to 512, found 20" in obstacle(cpu, torch.float32, layers)
-    assert obstacle(cpu, torch.float32, [layers[0], layers[2]]) == ""
-    assert obstacle(torch.device("cuda"), torch.float32, layers[:1]) == "it computes on a CPU, not on cuda"
+    layers = [layer_spec(size=size) for size in (16, 20, 512)]
     odd = [layer_spec(experts=replace(EXPERTS, intermediate_size=size)) for size in (48, 40)]
-    assert "intermediate and hidden sizes that are multiples of 16, found 40" in obstacle(cpu, torch.float32, odd)
-    assert "found 130; use the backend reference" in obstacle(cpu, torch.float32, odd[:1], 130)
-    assert obstacle(cpu, torch.float32, odd[:1], 144) == "" == obstacle(cpu, torch.float32, layers[:1], 130)
+
+    def found(*layers: LayerSpec, hidden: int = 130, device: str = "cpu", **changes: Any) -> str:
+        spec = replace(decoder_spec(*layers, hidden=hidden), **changes)
+        return obstacle(torch.device(device), torch.float32, spec)
+
+    assert "a multiple of 16 up to 512, found 20" in found(*layers)
+    assert found(layers[0], layers[2]) == ""
+    assert found(layers[0], device="cuda") == "it computes on a CPU, not on cuda"
+    assert "intermediate and hidden sizes that are multiples of 16, found 40" in found(*odd, hidden=144)
+    assert "found 130; use the backend reference" in found(odd[0], hidden=130)
+    assert found(odd[0], hidden=144) == "" == found(layers[0], hidden=130)
+    assert "expect products that lead back in 1 piece, found 4; use the backend ref" in found(layers[0], pieces=4)

@@ -16,7 +16,7 @@ from trueroll.kernels.specs import ExpertsSpec
 from trueroll.kernels.triton import MOST_EXPERTS, attention, obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
 
-from ..inputs import layer_spec
+from ..inputs import decoder_spec, layer_spec
 
 
 def scale(x_ptr: Any, out_ptr: Any, factor: Any, count: Any, BLOCK: tl.constexpr) -> None:
@@ -81,7 +81,7 @@ def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_health_says_what_is_pinned_and_what_the_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = select_backend("triton", torch.device("cpu"), torch.bfloat16, []).ops
+    ops = select_backend("triton", torch.device("cpu"), torch.bfloat16).ops
     assert ops.instruction_set().startswith(f"interpreter, triton {triton.__version__}, enable_fp_fusion=False")
     assert "DISABLE_MMA_V3" not in ops.instruction_set() and "PTXAS" not in ops.instruction_set()
     monkeypatch.setenv("DISABLE_MMA_V3", "1")
@@ -109,12 +109,21 @@ def test_what_the_kernels_do_not_serve(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     layers = [layer_spec(size=64), layer_spec(size=head_dim)]
     with pytest.raises(ConfigError, match=reason):
-        select_backend("triton", torch.device("cpu"), dtype, layers)
-    assert select_backend("auto", torch.device("cpu"), dtype, layers[:1]).name in ("cpu", "reference")
+        select_backend("triton", torch.device("cpu"), dtype, decoder_spec(*layers))
+    assert select_backend("auto", torch.device("cpu"), dtype, decoder_spec(layers[0])).name in ("cpu", "reference")
+
+
+def test_the_kernels_compute_products_that_lead_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = replace(decoder_spec(layer_spec(size=64)), pieces=4)
+    with pytest.raises(ConfigError, match="expect products that lead back in 1 piece, found 4; use the backend ref"):
+        select_backend("triton", torch.device("cpu"), torch.bfloat16, spec)
+    assert select_backend("auto", torch.device("cpu"), torch.bfloat16, spec).name == "reference"
 
 
 def test_a_group_of_heads_fits_into_a_tile() -> None:
-    device, groups = torch.device("cpu"), [[layer_spec(2 * heads, 2)] for heads in (attention.ROWS, attention.ROWS + 1)]
+    device, rows = torch.device("cpu"), attention.ROWS
+    groups = [decoder_spec(layer_spec(2 * heads, 2)) for heads in (rows, rows + 1)]
     select_backend("triton", device, torch.bfloat16, groups[0])
     with pytest.raises(ConfigError, match="expect up to 64 heads for each key-value head, found 65; use the backend"):
         select_backend("triton", device, torch.bfloat16, groups[1])
@@ -123,9 +132,9 @@ def test_a_group_of_heads_fits_into_a_tile() -> None:
 def test_a_program_chooses_among_all_experts() -> None:
     layer, device = layer_spec(size=64), torch.device("cpu")
     few, many = (replace(layer, mlp=ExpertsSpec(count, 2, 16)) for count in (MOST_EXPERTS, MOST_EXPERTS + 1))
-    select_backend("triton", device, torch.bfloat16, [layer, few])
+    select_backend("triton", device, torch.bfloat16, decoder_spec(layer, few))
     with pytest.raises(ConfigError, match="expect up to 1024 experts, found 1025; use the backend reference"):
-        select_backend("triton", device, torch.bfloat16, [layer, many])
+        select_backend("triton", device, torch.bfloat16, decoder_spec(layer, many))
 
 
 @pytest.mark.parametrize(
@@ -142,5 +151,5 @@ def test_which_gpus_the_kernels_serve(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = obstacle(torch.device("cuda"), torch.bfloat16, [layer_spec(size=64)])
+    found = obstacle(torch.device("cuda"), torch.bfloat16, decoder_spec(layer_spec(size=64)))
     assert reason in found and bool(reason) == bool(found)

@@ -32,8 +32,8 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     def compute(rows: int) -> None:
         x = empty(rows, hidden)
         products.qkv_parts(x, qkv)
-        products.linear_add(empty(rows, heads), o, x)
-        products.linear_add(products.gate_up(x, gate, gate, "silu"), down, x)
+        products.project_back(empty(rows, heads), o, x)
+        products.project_back(products.gate_up(x, gate, gate, "silu"), down, x)
 
     with recording() as launches:
         for rows in range(1, MOST + 1):

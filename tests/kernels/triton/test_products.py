@@ -56,7 +56,7 @@ def test_products_against_float64(features: int, columns: int, dtype: torch.dtyp
     check(products.linear(x, weight, bias), exact + bias.double(), 1, columns + 1, magnitude)
     check(products.lm_head(x, weight), exact, 0, columns, magnitude)
     added = product.double() + residual.double()
-    check(products.linear_add(x, weight, residual), added, 1, 1, added.abs())
+    check(products.project_back(x, weight, residual), added, 1, 1, added.abs())
 
 
 def test_a_cut_changes_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
         logits, product = products.lm_head(x, weight), products.linear(x, weight)
         assert same_bits(product, logits.to(dtype))
         assert same_bits(products.linear(x, weight, bias), (logits + bias.float()).to(dtype))
-        assert same_bits(products.linear_add(x, weight, residual), product + residual)
-        both = products.linear_add(x, weight, residual, bias)
+        assert same_bits(products.project_back(x, weight, residual), product + residual)
+        both = products.project_back(x, weight, residual, bias)
         assert same_bits(both, products.linear(x, weight, bias) + residual)
 
 
@@ -195,19 +195,19 @@ def test_a_product_of_minus_zero_is_plus_zero(apart: bool, monkeypatch: pytest.M
 
 def test_activations_may_lie_anywhere_in_memory() -> None:
     x, weight, bias, residual = inputs(17, *ODD)
-    expected = products.linear(x, weight, bias), products.linear_add(x, weight, residual)
+    expected = products.linear(x, weight, bias), products.project_back(x, weight, residual)
     moved = [torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for t in (x, bias, residual)]
     strided = x.T.contiguous().T
     assert all(t.data_ptr() % launch.ALIGNMENT for t in moved) and not strided.is_contiguous(), "premise"
     assert same_bits(products.linear(moved[0], weight, moved[1]), expected[0])
-    assert same_bits(products.linear_add(strided, weight, moved[2]), expected[1])
+    assert same_bits(products.project_back(strided, weight, moved[2]), expected[1])
 
 
 @pytest.mark.parametrize("pieces", [1, PIECES])
 def test_no_tokens(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: pieces)
     x, weight, _, residual = inputs(0, *ODD)
-    assert products.linear(x, weight).shape == products.linear_add(x, weight, residual).shape == (0, FEATURES)
+    assert products.linear(x, weight).shape == products.project_back(x, weight, residual).shape == (0, FEATURES)
     assert products.gate_up(x, weight, weight, "silu").shape == products.lm_head(x, weight).shape == (0, FEATURES)
     assert products.qkv_parts(x, (weight, weight, weight)).shape[1:] == (0, 3 * FEATURES)
 
@@ -305,13 +305,13 @@ def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.Monke
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)
     full, whole = dict(full_rows=FEATURES), products.linear(x, weight, bias)
-    added, logits = products.linear_add(x, weight, residual), products.lm_head(x, weight)
+    added, logits = products.project_back(x, weight, residual), products.lm_head(x, weight)
     both, parts = products.gate_up(x, weight, up, "silu"), products.qkv_parts(x, (weight, up, up))
     assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone its bits are others"
     for part in (slice(0, 32), slice(32, FEATURES)):
         shard, shard_up = weight[part].contiguous(), up[part].contiguous()
         assert same_bits(products.linear(x, shard, bias[part], **full), whole[:, part])
-        assert same_bits(products.linear_add(x, shard, residual[:, part], **full), added[:, part])
+        assert same_bits(products.project_back(x, shard, residual[:, part], **full), added[:, part])
         assert same_bits(products.lm_head(x, shard, **full), logits[:, part])
         assert same_bits(products.gate_up(x, shard, shard_up, "silu", **full), both[:, part])
         of_shards = products.qkv_parts(x, (shard, shard_up, shard_up), full_rows=(FEATURES,) * 3)

@@ -109,7 +109,8 @@ def serves(worker: FaultyWorker, tensors: dict[str, torch.Tensor], result: PushR
     weights = worker.engine.weights
     with RawClient(worker.address) as client:
         told = ask(client, "weights")
-    same = all(same_bits(weights.live[name], tensor.to(DTYPES[weights.dtype])) for name, tensor in tensors.items())
+    dtypes = {name: DTYPES[weights.dtypes.get(name, weights.dtype)] for name in tensors}
+    same = all(same_bits(weights.live[name], tensor.to(dtypes[name])) for name, tensor in tensors.items())
     return same and (told["weight_version"], told["push_id"]) == (result.version, result.push_id)
 
 
@@ -154,6 +155,25 @@ def test_a_module_and_an_iterator_and_odd_strides_are_taken(cluster: Cluster) ->
         assert serves(worker, expected, publisher.push(iter(strided.items()), 2))
         assert serves(worker, expected, publisher.push(module.named_parameters(), 3)) is False  # the module's own
         assert serves(worker, dict(module.state_dict()), publisher.push(module.named_parameters(), 4))
+
+
+@pytest.mark.parametrize("transport,is_sparse", [(way, False) for way in TRANSPORTS] + [("shared", True)])
+def test_a_parameter_travels_in_its_own_dtype(cluster: Cluster, transport: str, is_sparse: bool) -> None:
+    own = {"norm.weight": "float32", "a.weight": "float32"}
+    worker = cluster.start(weights=FakeWeights(SHAPES, tied=TIED, dtypes=own))
+    before, after = trainer_tensors(1), trainer_tensors(1)
+    after["a.weight"][3, 4:7] += 2.0**-20
+    with cluster.publisher(transport, sparse=is_sparse) as publisher, RawClient(worker.address) as client:
+        for version, tensors in enumerate((before, after), 1):
+            result = publisher.push(tensors, version)
+            assert serves(worker, tensors, result) and result.is_sparse == (is_sparse and version == 2)
+            assert (told := ask(client, "weights"))["dtype"] == "bfloat16" and told["dtypes"] == own
+        others = cluster.start(weights=FakeWeights(SHAPES, tied=TIED))
+        publisher.connect([worker.address, others.address])
+        with pytest.raises(PushError, match="expected the same parameters as at .*, found others"):
+            publisher.push(after, 3)
+    assert worker.engine.weights.live["a.weight"].dtype == torch.float32
+    assert not same_bits(before["a.weight"].bfloat16().float(), before["a.weight"]), "so that rounding would be seen"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -91,7 +91,9 @@ def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
 
 
-def linear_add_in_halves(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+def project_back_in_halves(
+    x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None, pieces: int = 1
+) -> Tensor:
     return linear_in_halves(x, weight.to_dense(), bias) + residual
 
 
@@ -105,10 +107,10 @@ def reference_with(linear: Callable[..., Tensor]) -> Any:
     return module
 
 
-def cpu_with_linear_add_in_halves() -> Any:
+def cpu_with_project_back_in_halves() -> Any:
     from trueroll.kernels.cpu import backend
 
-    ops: Any = types.SimpleNamespace(**vars(backend) | {"linear_add": linear_add_in_halves})
+    ops: Any = types.SimpleNamespace(**vars(backend) | {"project_back": project_back_in_halves})
     ops.layers = partial(run_layers, ops)
     return ops
 
@@ -135,10 +137,10 @@ def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> No
 def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), backend="cpu")
     loaded = load_model(config)
-    ops, weight = cpu_with_linear_add_in_halves(), loaded.model.layers[0].mlp.down
+    ops, weight = cpu_with_project_back_in_halves(), loaded.model.layers[0].mlp.down
 
     def product(x: Tensor) -> Tensor:
-        return ops.linear_add(x, weight, torch.zeros(len(x), weight.shape[0]))
+        return ops.project_back(x, weight, torch.zeros(len(x), weight.shape[0]))
 
     assert depends_on_the_row_count(product, weight.shape[1])
     assert finds_differences(config, loaded, ops)

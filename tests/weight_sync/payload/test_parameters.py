@@ -12,6 +12,7 @@ from trueroll.weight_sync.payload.parameters import check_complete, describe_unk
 
 WANTED: Any = SimpleNamespace(
     dtype="float32",
+    dtypes={},
     shapes={"l.0.up": (3, 8, 5), "l.0.down": (3, 5, 4), "norm": (5,)},
     parts={"l.0.up": ("l.0.e.{}.a", "l.0.e.{}.b"), "l.0.down": ("l.0.e.{}.c",)},
     tied={},

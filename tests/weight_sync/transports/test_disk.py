@@ -17,6 +17,7 @@ import torch
 from fake_engine import SHAPES, FakeEngine
 from machines import NOBODY, give_away, without_rights_of_root
 from pushing import ask
+from safetensors.torch import load_file
 from serving import RawClient, serving
 
 from trueroll.errors import PushError
@@ -55,6 +56,23 @@ def read_all(
             assert piece.checksum == checksum(data.numpy())
             found[piece.name] = data.clone().view(torch.float32).view(piece.shape)
         return found
+
+
+def test_a_tensor_has_its_own_dtype(tmp_path: Path) -> None:
+    shapes, own = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}, {"b": "float32"}
+    with closing(FolderWriter(tmp_path, PUSH_ID, 7, "bfloat16", shapes, own)) as writer:
+        for name, tensor in TENSORS.items():
+            writer.append(name, raw_bytes(tensor if name == "b" else tensor.bfloat16()))
+        folder = writer.finish()
+    found = load_file(folder / MODEL_FILE)
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys("ac", torch.bfloat16) | {
+        "b": torch.float32
+    }
+    assert all(found[name].float().equal(tensor) for name, tensor in TENSORS.items())
+    source, policy = DiskSource(folder=str(folder)), PushPolicy(folder=None)
+    FolderReader(source, PUSH_ID, 7, "bfloat16", 3, policy, own).close()
+    with pytest.raises(PushError, match=r"tensor b as F32 \[5\] at .*, which is not bfloat16"):
+        FolderReader(source, PUSH_ID, 7, "bfloat16", 3, policy)
 
 
 def assert_whole(found: dict[str, torch.Tensor]) -> None:

@@ -286,7 +286,8 @@ struct Run {
             const std::vector<double> more = mixer(seen);
             specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
-            specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0, 0, 0, 0, 0});
+            specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
+            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 1.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
@@ -388,6 +389,7 @@ struct Run {
                 specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n)});
             else
                 specs.insert(specs.end(), 4, 0.0);
+            specs.push_back(1.0);
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
                 layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),

@@ -1,0 +1,75 @@
+"""A weight that is a part of a checkpoint's tensor, and how checkpoints and pushes write it.
+
+`Shard` takes tensors and elements as the checkpoint has them, and keeps those of its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .specs import Slice
+
+
+class Shard:
+    """A `Weight` of the checkpoint's shape that has memory for a part alone: `own`, a tensor, a backend's weight, or a
+    `Stack`.
+
+    `shape`: of the checkpoint's tensor. A source of `copy_` is whole, and so are the indices of `put_`; what lies
+    outside the part is left out.
+    """
+
+    def __init__(self, own: Any, part: Slice) -> None:
+        self.own, self.part = own, part
+        shape = list(own.shape)
+        shape[part.dim] = part.total
+        self.shape = torch.Size(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.own.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the part takes."""
+        return self.own.nbytes
+
+    @property
+    def length(self) -> int:
+        """Of the part, along its axis."""
+        return self.own.shape[self.part.dim]
+
+    def copy_(self, source: Tensor | Shard) -> None:
+        """Stores its part of a whole tensor, or a shard of the same part. Raise ValueError for another shape."""
+        if source.shape != self.shape:
+            raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+        if isinstance(source, Shard):
+            self.own.copy_(source.own)
+        else:
+            self.own.copy_(source.narrow(self.part.dim, self.part.start, self.length))
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Overwrites those of the elements at flat indices (int64) into `shape` that are in the part."""
+        inner = math.prod(self.shape[self.part.dim + 1 :])
+        row = index // inner
+        place = row % self.part.total - self.part.start
+        is_own = (place >= 0) & (place < self.length)
+        own = ((row // self.part.total) * self.length + place) * inner + index % inner
+        self.own.put_(own[is_own], source[is_own])
+
+    def narrow(self, dim: int, start: int, length: int) -> Shard:
+        """Rows [start, start + length) of the whole, as far as they are in the part, sharing memory. `dim` is 0."""
+        if self.part.dim != 0:
+            return Shard(self.own.narrow(0, start, length), self.part)
+        begin, end = max(start, self.part.start), min(start + length, self.part.start + self.length)
+        if begin >= end:
+            return Shard(self.own.narrow(0, 0, 0), Slice(0, 0, length))
+        return Shard(self.own.narrow(0, begin - self.part.start, end - begin), Slice(0, begin - start, length))
+
+    def to_dense(self) -> Tensor:
+        """The values of the part, as a tensor."""
+        return self.own.to_dense()
