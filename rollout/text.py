@@ -50,6 +50,7 @@ class TextModel:
             attempt(partial(_load, self._folder))
             self._tokenizer = _load(self._folder)
         self._decode = _decoder_of(self._tokenizer)
+        self._special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self.longest_token = longest_token(self._tokenizer.get_vocab())
         self._children = {is_long: TextChild(self._tokenizer) for is_long in (False, True)}
 
@@ -108,6 +109,12 @@ class TextModel:
             raise
         except BaseException as error:  # a panic of the library is no Exception
             raise self._explanation("that decodes tokens, found that it does not", error) from None
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether a token adds no text wherever it stands: it is unknown, or special where these are skipped."""
+        with self._explained("that decodes tokens, found that it does not"):
+            is_skipped = skip_special_tokens and token_id in self._special
+            return is_skipped or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def decode_long(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never

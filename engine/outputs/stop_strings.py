@@ -15,11 +15,8 @@ from tokenizers import Tokenizer
 
 from trueroll.errors import InvalidRequestError, ModelError, UnavailableError
 
+from ..models.detokenizer import REPLACEMENT, Detokenizer
 from ..models.tokenizer import load_tokenizer
-
-# The last bytes of a text may belong to a character that is not complete: at most three, in as many tokens.
-_MOST_INCOMPLETE = 3
-_REPLACEMENT = "\ufffd"
 
 
 class TokenizerError(Exception):
@@ -49,9 +46,7 @@ class StopStrings:
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
         self._vocabulary, self._stops = vocabulary, stops
         self._longest = max(map(len, stops))
-        self._window: list[int] = []
-        self._num_settled = 0
-        self._num_read = 0
+        self._text = Detokenizer(vocabulary.decode, vocabulary.is_silent)
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
@@ -70,7 +65,7 @@ class StopStrings:
         Raise TokenizerError if the tokenizer fails.
         """
         with _explained():
-            new = self._read(token_id)
+            new = self._text.add(token_id)
         old, text = self._tail, self._tail + new
         self._tail = text[max(0, len(text) - self._longest + 1) :]
         found = [(text.find(stop, max(0, len(old) - len(stop) + 1)), stop) for stop in self._stops]
@@ -83,35 +78,7 @@ class StopStrings:
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))
-        return text.startswith(_REPLACEMENT) or len(text.replace(_REPLACEMENT, "")) <= self._longest
-
-    def _read(self, token_id: int) -> str:
-        """The text that this token completes; none while it may end in the middle of a character's bytes.
-
-        It is what the token adds to the text of the tokens read just before, as a decoder may treat the first token of
-        a text in a way of its own. (`tokenizers.decoders.DecodeStream` raises where tokens are no valid UTF-8.)
-        `_window` holds those tokens, `_num_settled` of them, and then the pending ones, which have not completed any
-        text; `_num_read` characters of its text were returned before.
-        """
-        self._window.append(token_id)
-        text = self._vocabulary.decode(self._window)
-        if len(text) > self._num_read and not text.endswith(_REPLACEMENT):
-            return self._advance(text, self._num_settled, unread=0)
-        if self._vocabulary.is_silent(token_id):
-            self._window.pop()
-        elif len(self._window) - self._num_settled > _MOST_INCOMPLETE:
-            # No character has so many tokens: only what its bytes may be shown as until then can still change.
-            num_marks = len(text) - len(text.rstrip(_REPLACEMENT))
-            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=min(num_marks, _MOST_INCOMPLETE))
-        return ""
-
-    def _advance(self, text: str, num_dropped: int, unread: int) -> str:
-        """What is new in `text`, that of the window, but for its last `unread` characters; drops the first tokens."""
-        new = text[self._num_read : len(text) - unread]
-        self._window = self._window[num_dropped:]
-        self._num_settled = 0 if unread else len(self._window)
-        self._num_read = max(0, len(self._vocabulary.decode(self._window)) - unread)
-        return new
+        return text.startswith(REPLACEMENT) or len(text.replace(REPLACEMENT, "")) <= self._longest
 
 
 @contextmanager

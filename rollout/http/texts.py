@@ -16,15 +16,11 @@ from typing import Any, TypeVar
 
 from trueroll.errors import InvalidRequestError, ModelError
 
+from ...engine.models.detokenizer import REPLACEMENT, Detokenizer
 from ...engine.request import SampleOutput
 from ..text import ANY, IsAbandoned, TextModel, is_long
 
 T = TypeVar("T")
-_REPLACEMENT = "\ufffd"
-_MOST_PENDING = 8
-"""Tokens that may wait for the rest of a character. None needs so many; what waits longer is no text."""
-_MOST_BYTES_LEFT = 3
-"""Of a character that has begun, but for its end."""
 _KNOWN_TOKENS = 2**16
 _MANY_TOKENS = 2**12
 """More tokens than this are decoded in another process."""
@@ -75,6 +71,16 @@ class Texts:
         """The text of some tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
 
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """What makes text of tokens that come one by one."""
+
+        def decode(token_ids: list[int]) -> str:
+            if len(token_ids) == 1:  # half of all calls
+                return self.token(token_ids[0], skip_special_tokens)
+            return self._model.decode(token_ids, skip_special_tokens)
+
+        return Detokenizer(decode, partial(self._model.is_silent, skip_special_tokens=skip_special_tokens))
+
     def close(self) -> None:
         """Let the threads end, and the processes."""
         for thread in self._threads.values():
@@ -82,8 +88,8 @@ class Texts:
         self._model.close()
 
     def _by_token(self, token_ids: Sequence[int], is_abandoned: IsAbandoned) -> list[str]:
-        text = GrowingText(self, (), (), skip_special_tokens=False)
-        return [text.add([token_id]) for token_id in takewhile(lambda _: not is_abandoned(), token_ids)]
+        text = self.detokenizer(skip_special_tokens=False)
+        return [text.add(token_id) for token_id in takewhile(lambda _: not is_abandoned(), token_ids)]
 
     def _token(self, token_id: int, skip_special_tokens: bool = False) -> str:
         return self._model.decode([token_id], skip_special_tokens)
@@ -104,22 +110,18 @@ class Texts:
 class GrowingText:
     """The text of one sample: without the token that ended it, and up to the stop string that did.
 
-    What is returned makes, put together, the text of all tokens, unless the decoder changes, by later tokens, what was
-    returned: that stays, and what follows is decoded alone. Of the end so much is kept back as may be the
-    beginning of a stop string or of a character, or a token of `stop_token_ids`.
+    What is returned makes, put together, the text of all tokens, as far as a `Detokenizer` promises that. Of the end so
+    much is kept back as may be the beginning of a stop string or of a character, or a token of `stop_token_ids`.
     """
 
     def __init__(
         self, texts: Texts, stops: Sequence[str], stop_token_ids: Collection[int], skip_special_tokens: bool
     ) -> None:
-        self._texts, self._stops, self._stop_token_ids = texts, stops, stop_token_ids
-        self._skip_special_tokens = skip_special_tokens
+        self._stops, self._stop_token_ids = stops, stop_token_ids
+        self._decode = partial(texts.decode, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = texts.detokenizer(skip_special_tokens)
         self._kept_back = max(map(len, stops), default=1) - 1
         self._held: list[int] = []
-        # The tokens that were read last, and how many of them were settled before: the others are decoded behind
-        # these, as a decoder may treat the first token of a text in a way of its own.
-        self._window: list[int] = []
-        self._num_settled = 0
         self._text = ""
         self._num_told = 0
 
@@ -128,10 +130,10 @@ class GrowingText:
         return "".join([self._add(token_id) for token_id in token_ids])
 
     def _add(self, token_id: int) -> str:
-        self._window += [*self._held, token_id]
-        self._held = [self._window.pop()] if self._window and self._window[-1] in self._stop_token_ids else []
+        ready = [*self._held, token_id]
+        self._held = [ready.pop()] if token_id in self._stop_token_ids else []
         old = len(self._text)
-        self._read()
+        self._text += "".join(map(self._detokenizer.add, ready))
         ends = [len(self._text) - self._kept_back]
         ends += [at for stop in self._stops if (at := self._text.find(stop, max(0, old - len(stop) + 1))) >= 0]
         return self._tell(min(ends))
@@ -147,44 +149,16 @@ class GrowingText:
         self._text = text
         return self._tell(len(text))
 
-    def _read(self) -> None:
-        text = self._decode(self._window)
-        if not text.endswith(_REPLACEMENT):
-            self._settle(text, len(self._window))
-        elif len(self._window) - self._num_settled > _MOST_PENDING:
-            self._settle(*self._without_a_beginning(text))
-
-    def _settle(self, text: str, count: int) -> None:
-        """So many tokens of the window make `text`."""
-        settled = self._text_of_settled()
-        is_sequel = text.startswith(settled)
-        # A decoder may change what came before, as by a byte that makes those before it invalid: that was told, and
-        # what follows is read alone.
-        self._text += text[len(settled) :] if is_sequel else self._decode(self._window[self._num_settled : count])
-        self._window, self._num_settled = self._window[self._num_settled :], count - self._num_settled
-
-    def _text_of_settled(self) -> str:
-        if self._num_settled == 1:  # nearly always
-            return self._texts.token(self._window[0], self._skip_special_tokens)
-        return self._decode(self._window[: self._num_settled])
-
-    def _without_a_beginning(self, text: str) -> tuple[str, int]:
-        """The text of the window, and how many tokens that is, without the last ones that may begin a character."""
-        for count in range(len(self._window) - _MOST_BYTES_LEFT, len(self._window)):
-            if text.startswith(shorter := self._decode(self._window[:count])):
-                return shorter, count
-        return text, len(self._window)
-
     def _end_as_told(self, stop: int | str | None) -> str:
         """The whole text, where the decoder has changed what was told of it."""
         held = [] if isinstance(stop, int) else self._held
-        text = self._text + self._decode([*self._window[self._num_settled :], *held])
+        text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
         at = text.find(stop, self._num_told) if isinstance(stop, str) else -1
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
         """Before the stop string whose last character came with the last token."""
-        before = len(self._decode(token_ids[:-1]).rstrip(_REPLACEMENT))
+        before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]
 
@@ -192,6 +166,3 @@ class GrowingText:
         new = self._text[self._num_told : max(end, self._num_told)]
         self._num_told += len(new)
         return new
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._texts.decode(token_ids, self._skip_special_tokens)

@@ -118,6 +118,9 @@ def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
             token_ids = generator.choices(range(len(tokenizer)), k=length % 9)
             expected = tokenizer.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
             assert model.decode(token_ids, skips) == expected
+    special = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert model.is_silent(special) and not model.is_silent(special, skip_special_tokens=False)
+    assert model.is_silent(10**6) and not model.is_silent(tokenizer.encode("a")[0])
     own = type("Own", (type(tokenizer),), {"_decode": lambda self, token_ids, **_: f"own {token_ids}"})
     tokenizer.__class__ = own
     assert text._decoder_of(tokenizer)([7], True) == "own [7]"

@@ -4,16 +4,16 @@ does harms no one else.
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizers import UNKNOWN, WORDS, Counting, byte_fallback_tokenizer, byte_level_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from trueroll.engine.models import tokenizer as tokenizer_module
 from trueroll.engine.models import trials
@@ -22,52 +22,8 @@ from trueroll.errors import InvalidRequestError, UnavailableError
 
 from ..drive import bits, generate, make_engine, run, tokens
 
-WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁b", "é", "\ufffd", "<special>"]
-UNKNOWN = len(WORDS) + 5
 TEXTS = st.text(st.sampled_from("aab \né€漢😀"), max_size=12)
 STOPS = st.text(st.sampled_from("ab é€漢😀"), min_size=1, max_size=3)
-
-
-@functools.cache
-def byte_fallback_tokenizer() -> Tokenizer:
-    """One token per byte, and a few words, as the tokenizers of the first Llama models have them."""
-    tokenizer = Tokenizer(models.BPE({word: id for id, word in enumerate(WORDS)}, [], byte_fallback=True))
-    tokenizer.add_special_tokens([AddedToken("<special>", special=True)])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
-
-
-def byte_level_tokenizer(pieces: Sequence[bytes]) -> Tokenizer:
-    """Tokens of any bytes: the id of each is its place in `pieces`. The one after them is special."""
-    to_letter = dict(zip(_byte_level_order(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
-    words = ["".join(to_letter[byte] for byte in piece) for piece in pieces]
-    model = models.BPE({word: id for id, word in enumerate(words)}, [])
-    tokenizer = Tokenizer(model)
-    tokenizer.add_special_tokens([AddedToken("<special>", special=True)])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _byte_level_order() -> list[int]:
-    """The bytes in the order of the letters that stand for them: visible ones stand for themselves."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return visible + [byte for byte in range(256) if byte not in visible]
-
-
-class Counting:
-    """A tokenizer that counts the tokens that it decodes."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.num_decoded = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def decode(self, token_ids: list[int], **options: bool) -> str:
-        self.num_decoded += len(token_ids)
-        return self._tokenizer.decode(token_ids, **options)
 
 
 def first_found(tokenizer: Any, stops: list[str], token_ids: Sequence[int]) -> int | None:

@@ -87,6 +87,9 @@ class ByteFallback:
         runs = [(is_byte, [*run]) for is_byte, run in itertools.groupby(token_ids, lambda each: each > 255)]
         return "".join(self._bytes(run) if is_byte else "".join(map(chr, run)) for is_byte, run in runs)
 
+    def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        return False
+
     def _bytes(self, run: list[int]) -> str:
         try:
             return bytes(each - 256 for each in run).decode()
