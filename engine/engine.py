@@ -87,13 +87,13 @@ class Engine:
         """Lets `take_deltas` tell how the samples of a request grow, first of all what they have. Raise
         UnknownRequestError if there are none.
         """
-        self._ledger.stream(request_id)
+        self._ledger.grown.follow(self._ledger.samples_of(request_id))
 
     def take_deltas(self) -> list[SampleDelta]:
         """What the unfinished samples of streamed requests have got since this was called last. What a finished one got
         since then is in its output.
         """
-        return self._ledger.take_deltas()
+        return self._ledger.grown.take(self._ledger.is_open)
 
     def step(self) -> list[Output]:
         """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.

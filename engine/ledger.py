@@ -15,9 +15,10 @@ import numpy as np
 
 from trueroll.errors import UnknownRequestError
 
+from .outputs.growth import Grown
 from .outputs.open_requests import Commit, OpenSample, OpenScore
 from .outputs.routes import RouteFormat
-from .request import FinishReason, SampleDelta, SampleOutput, ScoreOutput
+from .request import FinishReason, SampleOutput, ScoreOutput
 from .scheduling.sequence import Sequence
 
 Entry: TypeAlias = OpenSample | OpenScore
@@ -30,11 +31,11 @@ class Ledger:
 
     def __init__(self, routes: RouteFormat | None) -> None:
         self.routes = routes
+        self.grown = Grown()
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[Entry, Sequence] = {}
-        self._grown: list[OpenSample] = []
 
     def __len__(self) -> int:
         """How many requests are open."""
@@ -79,26 +80,12 @@ class Ledger:
             raise UnknownRequestError(f"abort: expected a running request or sample, found none for {what}")
         return [*entry.values()] if index is None else [entry[index]]
 
-    def stream(self, request_id: str) -> None:
-        """Lets `take_deltas` tell how the samples of a request grow, first of all what they have. Raise
-        UnknownRequestError if there are none.
-        """
+    def samples_of(self, request_id: str) -> list[OpenSample]:
+        """The unfinished samples of a request. Raise UnknownRequestError if there are none."""
         samples = self._open.get(request_id)
         if not isinstance(samples, dict):
             raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
-        for sample in samples.values():
-            if sample.num_told is None:
-                sample.num_told = 0
-                self._grown += [sample] * bool(sample.token_ids)
-
-    def note_growth(self, sample: OpenSample) -> None:
-        """A sample of a streamed request got a token: `take_deltas` tells of it."""
-        self._grown.append(sample)
-
-    def take_deltas(self) -> list[SampleDelta]:
-        """What the unfinished samples of streamed requests have got since this was called last."""
-        grown, self._grown = self._grown, []
-        return [sample.take_delta() for sample in dict.fromkeys(grown) if sample in self._sequences]
+        return [*samples.values()]
 
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
         """Its output; it is open no longer."""

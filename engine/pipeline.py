@@ -198,7 +198,7 @@ class Pipeline:
             return "error"
         sample.append(token, drawn.logprobs[row], self.commit, drawn.records.get(row))
         if sample.num_told is not None:
-            self._ledger.note_growth(sample)
+            self._ledger.grown.note(sample)
         try:
             matched = sample.stop_strings.feed(token) if sample.stop_strings is not None else None
         except TokenizerError as error:

@@ -14,8 +14,8 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import cast
 
@@ -283,11 +283,13 @@ def paged_attention(
         contexts, members = zip(*sequences, strict=True)
         rows = torch.tensor([range(starts[i], starts[i + 1]) for i in members], device=q.device)
         tables = batch.block_tables[list(members)]
-        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, window, soft_cap, sinks)
+        reach = contexts[0] if window is None else window
+        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, reach, soft_cap, sinks)
         out[rows] = attention(q[rows].float() * scale).to(q.dtype)
     return out
 
 
+@dataclass(frozen=True, eq=False)
 class _EqualQueries:
     """Attention for sequences with the same number of queries, longest context first.
 
@@ -295,21 +297,19 @@ class _EqualQueries:
     rows of a tile are (query, head of the group) pairs that share one key-value head.
     """
 
-    def __init__(
-        self,
-        num_queries: int,
-        contexts: tuple[int, ...],
-        tables: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        self.num_queries, self.contexts, self.tables = num_queries, contexts, tables
-        self.window, self.soft_cap, self.sinks = contexts[0] if window is None else window, soft_cap, sinks
-        self.k_cache, self.v_cache = k_cache, v_cache
-        self.context_lens = torch.tensor(contexts, device=tables.device)
+    num_queries: int
+    contexts: tuple[int, ...]
+    tables: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    window: int
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    @cached_property
+    def context_lens(self) -> Tensor:
+        """`contexts` as a tensor, int64 [U]."""
+        return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
         """q: float32 [U, num_queries, heads, D], scaled; returns the same shape."""

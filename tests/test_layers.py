@@ -87,6 +87,7 @@ ENGINE = {
     "outputs.stop_strings": {"models"},
     "outputs.draw_records": {"request"},
     "outputs.open_requests": OUTPUTS | {"columns"},
+    "outputs.growth": OUTPUTS,
     "cache.memory": set(),
     "cache.lending": {"cache.memory"},
     "cache.pool": set(),

@@ -87,10 +87,19 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
-        self.dtype, self.device = self.norm.dtype, self.norm.device
         self._inv_freqs = [
-            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.device) for rotation in spec.rotations
+            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of hidden states."""
+        return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.device
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
         """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""

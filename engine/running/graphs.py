@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,27 +53,32 @@ class CudaCapture:
         return outputs, graph.replay
 
 
+class _Padding(NamedTuple):
+    """What rows of padding write and read: `blocks`, of each window a block of its own; `states` [2, 1], of `Step`."""
+
+    blocks: Sequence[int]
+    states: Tensor
+
+
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
     def __init__(
         self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
     ) -> None:
-        self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 
         def column(value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int64, device=device)
 
-        self._spare_blocks = spare_blocks
+        self._padding = _Padding(spare_blocks, torch.tensor([[NO_SLOT], [spare_state]], device=device))
         self.token_ids = column(0)
         self.positions = column(0)
         self.lens = column(1)
         width = -(-max_model_len // block_size)
         self.slots = [column(spare * block_size) for spare in spare_blocks]
         self.tables = [torch.full((size, width), spare, device=device) for spare in spare_blocks]
-        self._spare_states = torch.tensor([[NO_SLOT], [spare_state]], device=device)
-        self.states = self._spare_states.repeat(1, size)
+        self.states = self._padding.states.repeat(1, size)
         rows = torch.arange(size, device=device)
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
@@ -85,17 +90,17 @@ class _Inputs:
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
-    def fill_tokens(self, step: Step, lanes: LaneState | None) -> None:
+    def fill_tokens(self, step: Step, runner: ModelRunner, lanes: LaneState | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
-        count, runner = len(step.token_ids), self._runner
+        count = len(step.token_ids)
         columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
         positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.token_ids(step, lanes)
         self.positions[:count] = positions
         self.lens[:count], self.lens[count:] = lens, 1
         self.states[0, :count], self.states[1, :count] = reads, writes
-        self.states[:, count:] = self._spare_states
-        for i, spare in enumerate(self._spare_blocks):
+        self.states[:, count:] = self._padding.states
+        for i, spare in enumerate(self._padding.blocks):
             tables = runner.to_device(step.block_tables[i])
             self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size
             self.tables[i][:count, : tables.shape[1]] = tables
@@ -165,7 +170,7 @@ class DecodeGraphs:
     def run(self, step: Step, lanes: LaneState | None) -> ModelOutput:
         """What `ModelRunner.run` gives; it holds until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
-        graphs.inputs.fill_tokens(step, lanes)
+        graphs.inputs.fill_tokens(step, self._runner, lanes)
         graphs.forward.replay()
         hidden, *records = graphs.forward.outputs
         return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})

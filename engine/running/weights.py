@@ -54,9 +54,7 @@ class Factors(NamedTuple):
 class WeightStore:
     """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
 
-    `dtype`: such as `bfloat16`, and `dtypes`: of parameters that are held in another. `shapes`: of every parameter, by
-    its Hugging Face name. `parts`: what may come in place of some (`Parts`), and `spellings`: the names that follow.
-    `tied`: names of copies of parameters, and of which. `ignored`: further names that a set of weights may have.
+    `shapes`: of every parameter, by its Hugging Face name; `spellings`: these names, and those that `parts` make.
     `is_whole`: whether the live weights are those of one version; not after level 2 of `sleep`, nor once a staging in
     place is written to, until a commit of every parameter.
     """
@@ -67,16 +65,36 @@ class WeightStore:
         self._arena = self.new_arena()
         self.model = self.model_in(self._arena)
         self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
-        self.dtype = _dtype_name(dtype)
-        own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != dtype}
-        self.dtypes = {name: _dtype_name(found) for name, found in own.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        self.parts = self.model.stack_parts()
         self.spellings = Spellings(self.shapes, self.parts)
-        self.tied = self.model.tied_tensors()
-        self.ignored = self.model.ignored_tensors()
         self.is_whole = True
         self.base = Base()
+
+    @property
+    def dtype(self) -> str:
+        """Such as `bfloat16`."""
+        return _dtype_name(self._dtype)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of parameters that are held in another dtype than `dtype`."""
+        own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
+        return {name: _dtype_name(found) for name, found in own.items()}
+
+    @property
+    def parts(self) -> Mapping[str, tuple[str, ...]]:
+        """What may come in place of some parameters (`Parts`)."""
+        return self.model.stack_parts()
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names of copies of parameters, and of which."""
+        return self.model.tied_tensors()
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Further names that a set of weights may have."""
+        return self.model.ignored_tensors()
 
     @property
     def num_held(self) -> int:

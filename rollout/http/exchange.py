@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -48,6 +49,27 @@ class Line(Protocol):
     def finish(self) -> None: ...
 
 
+@dataclass
+class _Body:
+    """The body of a request: `content` that nobody has taken, and whether there is no more to come."""
+
+    content: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False
+    was_told_whole: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell of it."""
+        return bool(self.content) or (self.is_whole and not self.was_told_whole)
+
+    def take(self) -> bytes:
+        """The content that is there."""
+        content = bytes(self.content)
+        self.content.clear()
+        self.was_told_whole = self.is_whole
+        return content
+
+
 class Exchange:
     """One request and its response, as ASGI has it."""
 
@@ -55,8 +77,8 @@ class Exchange:
         self._connection = connection
         self._scope = _scope(connection, request)
         self._is_head = request.method == b"HEAD"
-        self._content = bytearray()
-        self._is_whole = self._was_told_whole = self._has_left = False
+        self._body = _Body()
+        self._has_left = False
         self._head: h11.Response | None = None
         self._has_ended = False
         self._changed = asyncio.Event()
@@ -75,13 +97,13 @@ class Exchange:
 
     def add(self, content: bytes) -> bool:
         """Content of the body has arrived. Return whether there is enough for now."""
-        self._content += content
+        self._body.content += content
         self._changed.set()
-        return len(self._content) >= READ_BYTES
+        return len(self._body.content) >= READ_BYTES
 
     def complete(self) -> None:
         """The body is whole."""
-        self._is_whole = True
+        self._body.is_whole = True
         self._changed.set()
 
     def leave(self) -> None:
@@ -90,15 +112,13 @@ class Exchange:
         self._changed.set()
 
     async def _receive(self) -> Message:
-        if not self._is_whole and self._connection.awaits_continue and not self._has_left:
+        if not self._body.is_whole and self._connection.awaits_continue and not self._has_left:
             self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
         while not (self._has_left or self._has_ended):
-            if self._content or (self._is_whole and not self._was_told_whole):
-                content = bytes(self._content)
-                self._content.clear()
-                self._was_told_whole = self._is_whole
+            if self._body.has_news:
+                content = self._body.take()
                 self._connection.resume_reading()
-                return {"type": "http.request", "body": content, "more_body": not self._is_whole}
+                return {"type": "http.request", "body": content, "more_body": not self._body.is_whole}
             self._changed.clear()
             await self._changed.wait()
         return {"type": "http.disconnect"}
@@ -108,7 +128,7 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
-            has_more = not self._is_whole  # nothing reads the rest of the body
+            has_more = not self._body.is_whole  # nothing reads the rest of the body
             if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             self._head = _response(message["status"], headers)

@@ -57,10 +57,9 @@ class Gate:
         self._router = router
         self._max_connections = max_connections
         self._on_gone = on_gone
-        self._silent: dict[int, None] = {}
         self._heard: dict[int, set[bytes]] = {}
         self._newest: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, int] = {}  # of all connections, in the order in which they came
         self._looked = time.monotonic()
         self._monitor: Any = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
@@ -78,10 +77,11 @@ class Gate:
                     self._enter(event["value"])
                 else:
                     self._leave(event["value"])
-        num_silent, num_heard = len(self._silent), len(self._heard)
-        too_many = max(num_silent - MAX_SILENT, num_silent + num_heard - self._max_connections, 0)
-        for fd in list(islice(self._silent, too_many)):
-            self._end(fd)
+        num_silent = len(self._taken) - len(self._heard)
+        too_many = max(num_silent - MAX_SILENT, len(self._taken) - self._max_connections, 0)
+        if too_many:
+            for fd in list(islice((fd for fd in self._taken if fd not in self._heard), too_many)):
+                self._end(fd)
 
     @property
     def seconds_to_look(self) -> float:
@@ -109,7 +109,6 @@ class Gate:
             self.follow()  # it may have come, or gone, or gone and come again under an identity of its own
             if fd not in self._taken or not self._is_last(fd, number):
                 return False
-            self._silent.pop(fd, None)
             self._heard.setdefault(fd, set()).add(identity)
         self._taken[fd] += num_bytes + _MESSAGE_BYTES
         return True
@@ -131,11 +130,9 @@ class Gate:
 
     def _enter(self, fd: int) -> None:
         self._leave(fd)
-        self._silent[fd] = None
         self._taken[fd] = 0
 
     def _leave(self, fd: int) -> None:
-        self._silent.pop(fd, None)
         self._taken.pop(fd, None)
         self._lose(fd)
 

@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -64,24 +64,28 @@ class Router:
 
     def __init__(self, config: WorkerConfig, on_lost: Callable[[bytes], None]) -> None:
         self._keys = server_keys(config)
-        self._context = zmq.Context()
-        self._authenticator = None if self._keys is None else _authenticate(self._context, self._keys)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._resources = ExitStack()  # closed the last one first
+        address = config.address or self._new_address()
+        context = zmq.Context()
+        self._resources.callback(context.term)
+        if self._keys is not None:
+            self._resources.callback(_authenticate(context, self._keys).stop)
+        self._socket = context.socket(zmq.ROUTER)
         self._on_lost = on_lost
         self._users: dict[bytes, str] = {}
         self._gate = Gate(self._socket, _most_connections(config.max_connections), self._leave)
         self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost, self._user_of)
         try:
-            self.address = self._bind(config)
+            self.address = self._bind(config, address)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self, config: WorkerConfig) -> str:
-        if (address := config.address) is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="trueroll-")
-            address = f"ipc://{self._folder.name}/worker.sock"
+    def _new_address(self) -> str:
+        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="trueroll-"))
+        return f"ipc://{folder}/worker.sock"
+
+    def _bind(self, config: WorkerConfig, address: str) -> str:
         _set_options(self._socket, config, address, self._keys)
         try:
             _check_ipc_is_free(address)
@@ -154,11 +158,7 @@ class Router:
         self._outboxes.finish(LINGER_SECONDS)
         self._gate.close()
         self._socket.close(linger=int(1000 * LINGER_SECONDS))
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._resources.close()
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:

@@ -21,6 +21,8 @@ from ...engine.request import SamplingParams
 from ..config import WorkerConfig
 from ..http.config import HttpConfig
 from ..logs import log_to_stderr
+from . import options
+from .options import with_settings
 
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
@@ -31,8 +33,6 @@ app = typer.Typer(
 )
 
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
-HTTP = {name: field.default for name, field in HttpConfig.model_fields.items()}
-WORKER = {name: field.default for name, field in WorkerConfig.model_fields.items()}
 GPU = defaults_of("cuda")
 _MOST_GIB = 2**20
 SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.items()}
@@ -55,15 +55,10 @@ def _check_gib(size: float) -> float:
 _MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: that of config.json.")]
-Device = Annotated[str, typer.Option(help="Where torch computes, such as cpu or cuda.")]
-Backend = Annotated[
-    BackendName,
-    typer.Option(
-        help="cpu, triton: native kernels for a CPU, a GPU; auto: the one for the device if it serves the model."
-    ),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
+DtypeOption = Annotated[Dtype, typer.Option(help=options.ENGINE["dtype"])]
+Device = Annotated[str, typer.Option(help=options.ENGINE["device"])]
+Backend = Annotated[BackendName, typer.Option(help=options.ENGINE["backend"])]
+Threads = Annotated[int | None, typer.Option(help=options.ENGINE["num_threads"])]
 
 
 ServerPublicKey = Annotated[str | None, typer.Option(help="Of a worker with named clients: the key, or its .key file.")]
@@ -79,102 +74,15 @@ class WorkloadName(StrEnum):
 
 
 @app.command()
-def serve(
-    model: Model,
-    address: Annotated[
-        str | None, typer.Option(help="ipc://PATH or tcp://127.0.0.1:PORT. Default: a new private ipc socket.")
-    ] = WORKER["address"],
-    dtype: DtypeOption = ENGINE["dtype"],
-    device: Device = ENGINE["device"],
-    backend: Backend = ENGINE["backend"],
-    block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache; even.")] = ENGINE["block_size"],
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV cache. Default: as the available memory allows.")
-    ] = ENGINE["num_blocks"],
-    kv_memory: Annotated[
-        int | None, typer.Option(help="Bytes for the KV cache and states, instead of --num-blocks.")
-    ] = ENGINE["kv_memory"],
-    kv_memory_fraction: Annotated[
-        float | None,
-        typer.Option(help="Or its share of the available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU."),
-    ] = ENGINE["kv_memory_fraction"],
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt with its new tokens. Default: what the model was trained for.")
-    ] = ENGINE["max_model_len"],
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.")
-    ] = ENGINE["max_num_seqs"],
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens computed in one step; longer prompts are cut into chunks. Default: 8192 (GPU), 512 (CPU)."
-        ),
-    ] = ENGINE["max_num_batched_tokens"],
-    state_interval: Annotated[
-        int | None,
-        typer.Option(help="Tokens between checkpoints of recurrent states. Default: as `trueroll plan` shows."),
-    ] = ENGINE["state_interval"],
-    decode_state_interval: Annotated[
-        int, typer.Option(help="The same for tokens that are generated; 0: no checkpoints while decoding.")
-    ] = ENGINE["decode_state_interval"],
-    state_budget: Annotated[
-        int | None, typer.Option(help="Most checkpoints that are held. Default: as many as the blocks have intervals.")
-    ] = ENGINE["state_budget"],
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the KV of prefixes that were computed before.")
-    ] = ENGINE["enable_prefix_caching"],
-    cuda_graphs: Annotated[bool, typer.Option(help="Run decode steps on a GPU as CUDA graphs.")] = ENGINE[
-        "cuda_graphs"
-    ],
-    num_threads: Threads = ENGINE["num_threads"],
-    curve_secret_key_file: Annotated[
-        str | None, typer.Option(help="CURVE keys of the worker, needed for addresses beyond this machine.")
-    ] = WORKER["curve_secret_key_file"],
-    clients_file: Annotated[
-        str | None, typer.Option(help="Who may come in: on each line a role (generate, control), a user, a public key.")
-    ] = WORKER["clients_file"],
-    max_connections: Annotated[int, typer.Option(help="Most connections at a time.")] = WORKER["max_connections"],
-    max_message_bytes: Annotated[int, typer.Option(help="Longest message that is read.")] = WORKER["max_message_bytes"],
-    max_n: Annotated[int, typer.Option(help="Most samples in one request.")] = WORKER["max_n"],
-    max_queued_requests: Annotated[int, typer.Option(help="Most requests accepted and not finished.")] = WORKER[
-        "max_queued_requests"
-    ],
-    max_queued_samples: Annotated[int, typer.Option(help="Most samples of them that are not finished.")] = WORKER[
-        "max_queued_samples"
-    ],
-    max_queued_bytes: Annotated[int, typer.Option(help="Most bytes of them.")] = WORKER["max_queued_bytes"],
-    max_kept_results: Annotated[int, typer.Option(help="Most results kept until a client acknowledges them.")] = WORKER[
-        "max_kept_results"
-    ],
-    max_kept_bytes: Annotated[int, typer.Option(help="Most bytes of results kept.")] = WORKER["max_kept_bytes"],
-    max_unread_bytes: Annotated[int, typer.Option(help="Most bytes of replies to clients that do not read.")] = WORKER[
-        "max_unread_bytes"
-    ],
-    drain_seconds: Annotated[
-        float, typer.Option(help="How long running requests may go on after SIGTERM or Ctrl-C.")
-    ] = WORKER["drain_seconds"],
-    while_unavailable: Annotated[
-        Literal["queue", "reject"],
-        typer.Option(help="Whether new requests wait or are refused while the worker is paused, asleep or updated."),
-    ] = WORKER["while_unavailable"],
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics and /healthz on this port of 127.0.0.1. Default: not at all.")
-    ] = WORKER["metrics_port"],
-    push_folder: Annotated[
-        str | None, typer.Option(help="Take pushes by disk from folders in this one. Default: from this user's own.")
-    ] = WORKER["push_folder"],
-    push_hosts: Annotated[
-        list[str], typer.Option(help="A host or network beyond loopback that collective pushes use; may be repeated.")
-    ] = [],  # noqa: B006
-) -> None:
+@with_settings((EngineConfig, options.ENGINE), (WorkerConfig, options.WORKER))
+def serve(model: Model, **settings: Any) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
-    settings = dict(locals())
     from ..worker.process import load_engine
     from ..worker.process import serve as serve_requests
 
     log_to_stderr(logging.INFO)
-    worker_config = WorkerConfig(**{name: settings[name] for name in WORKER})
-    engine_config = EngineConfig(**{name: settings[name] for name in ENGINE})
+    worker_config = WorkerConfig(**{name: settings[name] for name in options.WORKER})
+    engine_config = EngineConfig(model=model, **{name: settings[name] for name in options.ENGINE})
     serve_requests(worker_config, lambda: load_engine(engine_config), _announce)
 
 
@@ -237,77 +145,21 @@ def generate(
 
 
 @app.command()
+@with_settings((HttpConfig, options.HTTP))
 def http(
     address: Annotated[
         str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker, or the file of a fleet.")
     ],
-    host: Annotated[str, typer.Option(help="The IP to listen on; beyond loopback only with an API key.")] = HTTP[
-        "host"
-    ],
-    port: Annotated[int, typer.Option(help="0: any free one.")] = HTTP["port"],
-    api_key_file: Annotated[
-        str | None, typer.Option(help="A file with the API key. Default: TRUEROLL_HTTP_API_KEY, if that is set.")
-    ] = HTTP["api_key_file"],
-    clients_file: Annotated[
-        str | None,
-        typer.Option(help="Instead of one key, a file: on each line a role (generate, control), a user and a key."),
-    ] = HTTP["clients_file"],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="The model whose tokenizer is used; to be given for tcp://. Default: the one served."),
-    ] = HTTP["tokenizer"],
-    model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: what the worker was told to serve.")
-    ] = HTTP["model_name"],
-    max_body_bytes: Annotated[int, typer.Option(help="Longest request that is read.")] = HTTP["max_body_bytes"],
-    max_unfinished_bytes: Annotated[
-        int | None, typer.Option(help="Most bytes of all unfinished requests. Default: 8 times --max-body-bytes.")
-    ] = HTTP["max_unfinished_bytes"],
-    body_seconds: Annotated[float, typer.Option(help="How long a client may take to send a request.")] = HTTP[
-        "body_seconds"
-    ],
-    max_body_chunks: Annotated[int, typer.Option(help="Most chunks of a request.")] = HTTP["max_body_chunks"],
-    max_head_bytes: Annotated[int, typer.Option(help="Longest head of a request.")] = HTTP["max_head_bytes"],
-    max_head_lines: Annotated[int, typer.Option(help="Most lines of a head.")] = HTTP["max_head_lines"],
-    max_connections: Annotated[
-        int | None,
-        typer.Option(help="Most connections at a time. Default: half of the descriptors, at most 2048."),
-    ] = HTTP["max_connections"],
-    head_seconds: Annotated[float, typer.Option(help="How long a client may take to send a head.")] = HTTP[
-        "head_seconds"
-    ],
-    keep_alive_seconds: Annotated[float, typer.Option(help="How long a connection is kept without a request.")] = HTTP[
-        "keep_alive_seconds"
-    ],
-    write_seconds: Annotated[float, typer.Option(help="How long a client may read nothing of an answer.")] = HTTP[
-        "write_seconds"
-    ],
-    linger_seconds: Annotated[
-        float, typer.Option(help="How long a refused connection drops what its client still sends.")
-    ] = HTTP["linger_seconds"],
-    max_body_elements: Annotated[int, typer.Option(help="Most elements of a request, weighted.")] = HTTP[
-        "max_body_elements"
-    ],
-    max_text_chars: Annotated[int, typer.Option(help="Most characters of all texts of a request.")] = HTTP[
-        "max_text_chars"
-    ],
-    max_answer_bytes: Annotated[int, typer.Option(help="Longest answer but for streams, as estimated.")] = HTTP[
-        "max_answer_bytes"
-    ],
-    max_open_requests: Annotated[int, typer.Option(help="Most requests at a time.")] = HTTP["max_open_requests"],
-    drain_seconds: Annotated[
-        int, typer.Option(help="How long open requests may go on after SIGTERM or Ctrl-C.")
-    ] = HTTP["drain_seconds"],
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
+    **settings: Any,
 ) -> None:
     """Answer HTTP, as OpenAI's and vLLM's servers do, with what a worker computes. Prints one line when it is ready.
 
     Needs pip install 'trueroll[http]'.
     """
-    settings = dict(locals())
     log_to_stderr(logging.INFO)
-    config = HttpConfig(**{name: settings[name] for name in HTTP})
+    config = HttpConfig(**settings)
     for package in ("starlette", "h11"):
         if find_spec(package) is None:
             raise ConfigError(f"http: expected the package {package}, found none; pip install 'trueroll[http]'")

@@ -68,7 +68,7 @@ def check_succession(entry: Entry, submission: Submission, config: WorkerConfig,
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
     """For what is known already there is room of its own, as whoever lost a connection asks again."""
     more, of = submission.num_bytes, " for who waits for known requests"
-    _check_limit(config, "max_queued_bytes", ledger.num_bytes_waiting, more, of)
+    _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
 
 
 def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:

@@ -83,7 +83,7 @@ class RequestBook:
             self.ledger.join(entry)
         else:
             check_succession(entry, submission, self._config, self.ledger)
-            self.ledger.wait_for_end(entry, submission)
+            self.ledger.awaited.add(entry, entry.successors, submission)
             return
         for reply in entry.replies:
             self._send(identity, protocol.address(reply, message.caller))
@@ -136,7 +136,7 @@ class RequestBook:
         itself: the client asks again if it comes back.
         """
         self.streams.lose(identity)
-        for entry in self.ledger.lose(identity):
+        for entry in self.ledger.awaited.lose(identity):
             waits = self.waiting_room.get(entry.key)
             if waits is not None and (_ends_with_client(entry) or self.waiting_room.early(entry.key)):
                 entry.is_wanted = False
@@ -247,7 +247,7 @@ class RequestBook:
             self.ledger.finish(entry.key)
         else:
             self.ledger.fail(entry.key)
-            for identity, caller, _ in self.ledger.release(entry, entry.subscribers):
+            for identity, caller, _ in self.ledger.awaited.release(entry, entry.subscribers):
                 self._send(identity, _error_frame(entry, error, caller))
         self._submit_successors(entry)
 
@@ -255,7 +255,7 @@ class RequestBook:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
-        for identity, caller, num_streamed in self.ledger.release(entry, entry.successors):
+        for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
             try:
                 self.submit(identity, entry.user, asked_by(entry.message, caller, num_streamed > 0))
             except TruerollError as error:

@@ -195,22 +195,116 @@ class ServiceStats:
     dropped: int = 0
 
 
+class KeptResults:
+    """Entries that have ended, by key, in the order in which they did: at most `max_results` with `max_bytes` in all,
+    of which the oldest give way. `num_bytes`: what they take, about.
+    """
+
+    def __init__(self, max_results: int, max_bytes: int, stats: ServiceStats) -> None:
+        self.num_bytes = 0
+        self._max_results, self._max_bytes, self._stats = max_results, max_bytes, stats
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of a key, if it is kept."""
+        return self._entries.get(key)
+
+    def put(self, entry: Entry) -> None:
+        """Keep one more."""
+        self._entries[entry.key] = entry
+        self.num_bytes += entry.num_bytes
+        self._push_out()
+
+    def remember(self, entry: Entry, caller: str | None) -> None:
+        """Somebody else has got the replies of a kept entry."""
+        if caller not in entry.callers:
+            entry.callers[caller] = 1
+            self.num_bytes += num_bytes_to_name(caller)
+            self._push_out()
+
+    def withdraw(self, entry: Entry, caller: str) -> None:
+        """`caller` wants nothing more of a kept entry, which is dropped if it was the last."""
+        if entry.callers.pop(caller, None):
+            self.num_bytes -= num_bytes_to_name(caller)
+        if not entry.callers:
+            self.drop(entry.key)
+
+    def drop(self, key: str) -> None:
+        """Drop an entry, if it is kept."""
+        if (entry := self._entries.pop(key, None)) is not None:
+            self.num_bytes -= entry.num_bytes
+
+    def _push_out(self) -> None:
+        while len(self._entries) > self._max_results or self.num_bytes > self._max_bytes:
+            self.drop(next(iter(self._entries)))
+            self._stats.dropped += 1
+
+
+class Awaited:
+    """Which open entries each connection waits for. `num_bytes`: what the submissions take, about."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._entries: defaultdict[bytes, set[Entry]] = defaultdict(set)
+
+    def add(self, entry: Entry, submissions: Submissions, submission: Submission) -> None:
+        """A submission waits among those of an entry."""
+        submissions.add(submission)
+        self.num_bytes += submission.num_bytes
+        self._entries[submission.identity].add(entry)
+
+    def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
+        """The entry's subscribers or successors, which wait no more."""
+        released = list(submissions)
+        self.num_bytes -= submissions.num_bytes
+        for submission in released:
+            submissions.take(submission.identity)
+            self._tidy(entry, submission.identity)
+        return released
+
+    def lose(self, identity: bytes) -> list[Entry]:
+        """A connection gets no more replies. Return the entries that nobody waits for any more."""
+        lost = list(self._entries.pop(identity, ()))
+        for entry in lost:
+            before = entry.num_bytes_waiting
+            entry.lose(identity)
+            self.num_bytes += entry.num_bytes_waiting - before
+        return [entry for entry in lost if not entry.subscribers and not entry.successors]
+
+    def withdraw(self, entry: Entry, caller: str) -> None:
+        """`caller` waits for an entry no more."""
+        waiting = [*entry.subscribers, *entry.successors]
+        before, identities = entry.num_bytes_waiting, {each.identity for each in waiting if each.caller == caller}
+        entry.withdraw(caller)
+        self.num_bytes += entry.num_bytes_waiting - before
+        for identity in identities:
+            self._tidy(entry, identity)
+
+    def _tidy(self, entry: Entry, identity: bytes) -> None:
+        if identity not in entry.subscribers and identity not in entry.successors:
+            self._entries[identity].discard(entry)
+            if not self._entries[identity]:
+                del self._entries[identity]
+
+
 class Ledger:
-    """Requests by key: `open` ones and `kept` ones. `num_samples_left` counts the samples of the open ones to come,
-    `num_bytes_open` what was asked for in them, `num_bytes_waiting` the submissions that wait for them.
+    """Requests by key: `open` ones, and `kept` ones that have ended. `awaited`: who waits for which of the open ones.
+    `num_samples_left` counts the samples of the open ones to come, `num_bytes_open` what was asked for in them.
     """
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
+        self.stats = ServiceStats()
         self.open: dict[str, Entry] = {}
-        self.kept: dict[str, Entry] = {}
+        self.kept = KeptResults(max_kept_results, max_kept_bytes, self.stats)
+        self.awaited = Awaited()
         self.num_samples_left = 0
         self.num_bytes_open = 0
-        self.num_bytes_waiting = 0
-        self._awaited: defaultdict[bytes, set[Entry]] = defaultdict(set)
-        self.stats = ServiceStats()
-        self._max_kept_results = max_kept_results
-        self._max_kept_bytes = max_kept_bytes
-        self._kept_bytes = 0
 
     def find(self, user: str | None, message: Generate | GetScores) -> Entry | None:
         """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
@@ -228,8 +322,7 @@ class Ledger:
     def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
         """Open an entry for a new id, or in the place of a kept one."""
         entry = Entry(user, message, params, 1 if params is None else params.n, num_bytes_of(message))
-        if entry.key in self.kept:
-            self.forget(entry.key)
+        self.kept.drop(entry.key)
         self.stats.accepted += 1
         self.num_samples_left += entry.num_unfinished
         self.num_bytes_open += entry.num_bytes_asked
@@ -243,63 +336,19 @@ class Ledger:
 
     def subscribe(self, entry: Entry, submission: Submission) -> None:
         """A submission gets the replies of an entry: of an open one those to come, too."""
-        caller = submission.caller
         if entry.key in self.open:
-            entry.callers[caller] += 1
-            self._wait(entry, entry.subscribers, submission)
-        elif caller not in entry.callers:
-            entry.callers[caller] = 1
-            self._kept_bytes += num_bytes_to_name(caller)
-            self._push_out()
-
-    def wait_for_end(self, entry: Entry, submission: Submission) -> None:
-        """A submission waits for the end of an open entry."""
-        self._wait(entry, entry.successors, submission)
-
-    def _wait(self, entry: Entry, submissions: Submissions, submission: Submission) -> None:
-        submissions.add(submission)
-        self.num_bytes_waiting += submission.num_bytes
-        self._awaited[submission.identity].add(entry)
-
-    def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
-        """Those of the entry's subscribers or successors, who wait no more."""
-        released = list(submissions)
-        self.num_bytes_waiting -= submissions.num_bytes
-        for submission in released:
-            submissions.take(submission.identity)
-            self._tidy(entry, submission.identity)
-        return released
-
-    def _tidy(self, entry: Entry, identity: bytes) -> None:
-        if identity not in entry.subscribers and identity not in entry.successors:
-            self._awaited[identity].discard(entry)
-            if not self._awaited[identity]:
-                del self._awaited[identity]
-
-    def lose(self, identity: bytes) -> list[Entry]:
-        """A connection gets no more replies. Returns the entries that nobody waits for any more."""
-        lost = list(self._awaited.pop(identity, ()))
-        for entry in lost:
-            before = entry.num_bytes_waiting
-            entry.lose(identity)
-            self.num_bytes_waiting += entry.num_bytes_waiting - before
-        return [entry for entry in lost if not entry.subscribers and not entry.successors]
+            entry.callers[submission.caller] += 1
+            self.awaited.add(entry, entry.subscribers, submission)
+        else:
+            self.kept.remember(entry, submission.caller)
 
     def withdraw(self, key: str, caller: str) -> bool:
         """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
         if entry := self.open.get(key):
-            waiting = [*entry.subscribers, *entry.successors]
-            before, identities = entry.num_bytes_waiting, {each.identity for each in waiting if each.caller == caller}
-            entry.withdraw(caller)
-            self.num_bytes_waiting += entry.num_bytes_waiting - before
-            for identity in identities:
-                self._tidy(entry, identity)
+            self.awaited.withdraw(entry, caller)
             return bool(entry.subscribers)
         if entry := self.kept.get(key):
-            if entry.callers.pop(caller, None):
-                self._kept_bytes -= num_bytes_to_name(caller)
-            if not entry.callers:
-                self.forget(key)
+            self.kept.withdraw(entry, caller)
         return entry is not None
 
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
@@ -315,35 +364,23 @@ class Ledger:
         self.num_samples_left -= entry.num_unfinished
         return entry
 
-    def _close(self, key: str) -> Entry:
-        entry = self.open.pop(key)
-        self.num_bytes_open -= entry.num_bytes_asked
-        return entry
-
     def finish(self, key: str) -> None:
-        """Move an open entry to the kept ones, and push out the oldest of those while the bounds are exceeded."""
+        """Close an open entry that has its result, and keep it if it is wanted."""
         entry = self._close(key)
-        self.release(entry, entry.subscribers)
+        self.awaited.release(entry, entry.subscribers)
         self.stats.finished += 1
         if entry.is_wanted:
-            self.kept[key] = entry
-            self._kept_bytes += entry.num_bytes
-        self._push_out()
-
-    def _push_out(self) -> None:
-        while len(self.kept) > self._max_kept_results or self._kept_bytes > self._max_kept_bytes:
-            self.forget(next(iter(self.kept)))
-            self.stats.dropped += 1
+            self.kept.put(entry)
 
     def acknowledge(self, key: str) -> None:
         """Drop a kept result. An open request goes on, but its result will not be kept. An unknown key changes
         nothing.
         """
-        if key in self.kept:
-            self.forget(key)
-        elif key in self.open:
+        self.kept.drop(key)
+        if key in self.open:
             self.open[key].is_wanted = False
 
-    def forget(self, key: str) -> None:
-        """Drop a kept result."""
-        self._kept_bytes -= self.kept.pop(key).num_bytes
+    def _close(self, key: str) -> Entry:
+        entry = self.open.pop(key)
+        self.num_bytes_open -= entry.num_bytes_asked
+        return entry

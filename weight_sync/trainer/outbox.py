@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,15 @@ from ..payload.packing import Cut, Packer, row_layout
 from ..payload.tensors import INDEX_DTYPE, raw_bytes, word_sum
 from ..transports.ends import Slots
 from .transaction import Transaction
+
+
+@dataclass
+class _Filling:
+    """The bucket that is being filled: its number, where its content ends, and its pieces."""
+
+    index: int = 0
+    end: int = 0
+    pieces: list[Piece] = field(default_factory=list)
 
 
 class Outbox:
@@ -33,9 +43,7 @@ class Outbox:
         self._transaction = transaction
         self._dtype_of = dtype_of
         self._packer = Packer(bucket_bytes)
-        self._pieces: list[Piece] = []
-        self._index = 0
-        self._end = 0
+        self._filling = _Filling()
         self._staged: list[Future[list[Any]] | None] = [None] * len(slots.slots)
 
     def put_rows(self, name: str, tensor: torch.Tensor) -> None:
@@ -46,7 +54,7 @@ class Outbox:
             place = self._place(cut, cut.length * row_bytes)
             _fill(place, tensor[cut.start : cut.start + cut.length], dtype)
             fields = self._fields(name, shape, cut, place)
-            self._pieces.append(Rows(start=cut.start, length=cut.length, **fields))
+            self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Send the changed elements of a tensor, of which there may be none."""
@@ -58,40 +66,40 @@ class Outbox:
             place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
             place[split:].view(dtype).copy_(values[chosen])
             fields = self._fields(name, shape, cut, place)
-            self._pieces.append(Elements(count=cut.length, total=total, **fields))
+            self._filling.pieces.append(Elements(count=cut.length, total=total, **fields))
 
     def finish(self) -> None:
         """Send the last bucket, and wait until all have arrived."""
-        if self._pieces:
+        if self._filling.pieces:
             self._send()
         for later in range(1, len(self._staged) + 1):  # the oldest first, for it tells what went wrong first
-            self._free((self._index + later) % len(self._staged))
+            self._free((self._filling.index + later) % len(self._staged))
 
     def _place(self, cut: Cut, num_bytes: int) -> torch.Tensor:
-        if cut.bucket != self._index:
+        if cut.bucket != self._filling.index:
             self._send()
-            self._index = cut.bucket
+            self._filling = _Filling(cut.bucket)
             self._free(self._slot)
-        self._end = cut.offset + num_bytes
-        return self._slots.slots[self._slot][cut.offset : self._end]
+        self._filling.end = cut.offset + num_bytes
+        return self._slots.slots[self._slot][cut.offset : self._filling.end]
 
     @property
     def _slot(self) -> int:
-        return self._index % len(self._slots.slots)
+        return self._filling.index % len(self._slots.slots)
 
     def _fields(self, name: str, shape: Shape, cut: Cut, place: torch.Tensor) -> dict[str, Any]:
         found = None if self._slots.has_word_sums else checksum(raw_bytes(place))
         return dict(name=name, shape=shape, offset=cut.offset, num_bytes=len(place), checksum=found)
 
     def _send(self) -> None:
-        content = self._slots.slots[self._slot][: self._end]
+        slot, filling = self._slot, self._filling
+        content = self._slots.slots[slot][: filling.end]
         total = word_sum(content) if self._slots.has_word_sums else None  # which waits until the slot is filled
-        bucket = Bucket(index=self._index, num_bytes=self._end, pieces=tuple(self._pieces), word_sum=total)
-        self._staged[self._slot] = self._transaction.stage(bucket)
-        if self._end:
-            self._slots.send(self._slot, self._end)
-        self.num_bytes += self._end
-        self._pieces.clear()
+        bucket = Bucket(index=filling.index, num_bytes=filling.end, pieces=tuple(filling.pieces), word_sum=total)
+        self._staged[slot] = self._transaction.stage(bucket)
+        if filling.end:
+            self._slots.send(slot, filling.end)
+        self.num_bytes += filling.end
 
     def _free(self, slot: int) -> None:
         staged, self._staged[slot] = self._staged[slot], None

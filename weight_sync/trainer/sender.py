@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -50,6 +50,19 @@ ADAPTER_BUCKET_BYTES = 2**20
 """For adapters alone, which are so little that two larger ones would not be under way at the same time."""
 
 
+@dataclass
+class _Sent:
+    """What is known of weights that were sent. `base`: what sparse pushes send changes of, and `committed`, the push
+    that it is of. `checksums`: of the weights that adapters are added to. `whole_folder`: what holds the weights that
+    adapters were written for last.
+    """
+
+    base: Base | None = None
+    committed: str | None = None
+    checksums: Checksums = field(default_factory=Checksums)
+    whole_folder: Path | None = None
+
+
 class WeightSender:
     """Sends weights by `transport`; for the rest see `WeightPublisher`. `folder`: for `disk`, and only for that."""
 
@@ -62,12 +75,7 @@ class WeightSender:
         self._host = host
         self._is_sparse = is_sparse
         self._buffers: list[torch.Tensor] = []
-        self._base: Base | None = None
-        self._committed: str | None = None
-        """The push that the base is of."""
-        self._checksums = Checksums()
-        self._whole_folder: Path | None = None
-        """What holds the weights that adapters were written for last."""
+        self._sent = _Sent()
 
     def send(
         self,
@@ -89,11 +97,11 @@ class WeightSender:
         if adapters is None:
             load = _Load(common, None, tensors.mapping, tensors)
         else:
-            told = adapters.describe(common, tensors, self._checksums)
+            told = adapters.describe(common, tensors, self._sent.checksums)
             load = _Load(with_adapters(common, told), told, adapters.sent, tensors)
         if self._transport == "disk":
             return self._push_by_folder(transaction, load)
-        base = self._committed if adapters is None and common.push_id == self._committed else None
+        base = self._sent.committed if adapters is None and common.push_id == self._sent.committed else None
         return self._push_by_slots(transaction, load, gpu, base)
 
     def send_folder(
@@ -118,7 +126,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Free what is held."""
-        self._buffers, self._base, self._committed, self._checksums = [], None, None, Checksums()
+        self._buffers, self._sent = [], _Sent(whole_folder=self._sent.whole_folder)
 
     @property
     def _may_lend(self) -> bool:
@@ -144,7 +152,7 @@ class WeightSender:
             bucket_bytes = min(bucket_bytes, ADAPTER_BUCKET_BYTES)
         itemsize = max(dtype_named(dtype).itemsize for dtype in (wanted.dtype, *wanted.dtypes.values()))
         largest = slot_bytes(wanted.shapes.values(), itemsize, bucket_bytes)
-        self._committed = None
+        self._sent.committed = None
         with closing(self._open_slots(largest, transaction, gpu)) as slots:
             with transaction.phase("begin"):
                 slots.open()
@@ -158,7 +166,7 @@ class WeightSender:
             if gpu is None:
                 self._keep_buffers(slots)
         pause = transaction.commit()
-        self._committed = transaction.push_id if self._is_sparse and load.adapters is None else None
+        self._sent.committed = transaction.push_id if self._is_sparse and load.adapters is None else None
         return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
 
     def _open_slots(self, size: int, transaction: Transaction, gpu: torch.device | None) -> Slots:
@@ -179,9 +187,9 @@ class WeightSender:
         """How each tensor is sent: whole, or what changed of it."""
         if not self._is_sparse:
             return outbox.put_rows
-        if self._base is None or not self._base.fits(wanted):
-            self._base = Base(wanted)
-        kept = self._base
+        if self._sent.base is None or not self._sent.base.fits(wanted):
+            self._sent.base = Base(wanted)
+        kept = self._sent.base
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
             outbox.put_rows(name, kept.replace(name, tensor))
@@ -214,8 +222,8 @@ class WeightSender:
             raise
         result = self._commit_folder(transaction, folder)
         if adapters is None or not adapters.is_alone:
-            self._whole_folder = folder
-        remove_others(folder, self._whole_folder)
+            self._sent.whole_folder = folder
+        remove_others(folder, self._sent.whole_folder)
         return result
 
     def _verify_folder(self, transaction: Transaction, dtype: str, adapters: Adapters | None, folder: Path) -> None:

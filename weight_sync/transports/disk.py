@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -50,6 +51,17 @@ PRIVATE = 0o700
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
+@dataclass
+class _Written:
+    """A tensor of which bytes are written: where it lies behind the header, where in the file its next byte goes, and
+    the hash of those that are there.
+    """
+
+    extent: tuple[int, int]
+    offset: int
+    hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+
+
 class FolderWriter:
     """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces. Not
     all need to come. `dtypes`: of those that are not of `dtype`.
@@ -68,14 +80,11 @@ class FolderWriter:
         adapters: Adapters | None = None,
     ) -> None:
         self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
-        self._folder = self._final.with_name(f"{self._final.name}.tmp")
         self._manifest = FolderManifest(
             push_id=push_id, weight_version=version, dtype=dtype, checksums={}, adapters=adapters
         )
         self._shapes, self._dtypes = shapes, dtypes or {}
-        self._extents: dict[str, tuple[int, int]] = {}
-        self._hashes: dict[str, xxhash.xxh3_64] = {}
-        self._offsets: dict[str, int] = {}
+        self._written: dict[str, _Written] = {}
         self._file: int | None = None
         total = sum(map(self._num_bytes, shapes))
         # As long as the header can become: it is written last.
@@ -89,25 +98,24 @@ class FolderWriter:
     def append(self, name: str, left: memoryview) -> None:
         """The next bytes of a tensor."""
         assert self._file is not None
-        if name not in self._extents:
-            self._extents[name] = self._end, self._end + self._num_bytes(name)
-            self._offsets[name], self._hashes[name] = self._start + self._end, xxhash.xxh3_64()
-            self._end = self._extents[name][1]
-        offset = self._offsets[name]
-        self._hashes[name].update(left)
+        if (tensor := self._written.get(name)) is None:
+            extent = self._end, self._end + self._num_bytes(name)
+            tensor = self._written[name] = _Written(extent, self._start + self._end)
+            self._end = extent[1]
+        tensor.hash.update(left)
         with _explained(self._folder):
             while left:
-                written = os.pwrite(self._file, left, offset)
-                left, offset = left[written:], offset + written
-        self._offsets[name] = offset
+                count = os.pwrite(self._file, left, tensor.offset)
+                left, tensor.offset = left[count:], tensor.offset + count
 
     def finish(self) -> Path:
         """The complete folder, once it is on the disk under its final name."""
-        checksums = {name: hash.intdigest() for name, hash in self._hashes.items()}
+        checksums = {name: tensor.hash.intdigest() for name, tensor in self._written.items()}
+        extents = {name: tensor.extent for name, tensor in self._written.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
         with _explained(self._final):
             assert self._file is not None
-            os.pwrite(self._file, self._header(self._extents, self._start), 0)
+            os.pwrite(self._file, self._header(extents, self._start), 0)
             with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
                 file.write(manifest.model_dump_json(exclude_none=True))
             for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
@@ -122,6 +130,11 @@ class FolderWriter:
             os.close(self._file)
             self._file = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _folder(self) -> Path:
+        """Where it is written, before it has its final name."""
+        return self._final.with_name(f"{self._final.name}.tmp")
 
     def _num_bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * dtype_named(self._dtype_of(name)).itemsize

@@ -1230,10 +1230,12 @@ def test_what_waits_is_counted_and_found() -> None:
                 ledger.release(ending, ending.subscribers)
                 ledger.release(ending, ending.successors)
         waiting = [(each, submission) for each in made for submission in [*each.subscribers, *each.successors]]
-        assert ledger.num_bytes_waiting == sum(submission.num_bytes for _, submission in waiting)
-        found = {(each, identity) for identity, entries in ledger._awaited.items() for each in entries}
-        assert found == {(each, submission.identity) for each, submission in waiting} and all(ledger._awaited.values())
-        assert ledger._kept_bytes == sum(each.num_bytes for each in ledger.kept.values())
+        assert ledger.awaited.num_bytes == sum(submission.num_bytes for _, submission in waiting)
+        found = {(each, identity) for identity, entries in ledger.awaited._entries.items() for each in entries}
+        assert found == {(each, submission.identity) for each, submission in waiting} and all(
+            ledger.awaited._entries.values()
+        )
+        assert ledger.kept.num_bytes == sum(each.num_bytes for each in ledger.kept)
         made = [each for each in made if each.key in ledger.open]
     assert ledger.stats.finished > 50 and ledger.stats.dropped > 5 and ledger.stats.failed > 20
 
@@ -1264,7 +1266,7 @@ def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
         assert sum(reply["type"] == "done" for reply in replies) == 62 - len(errors)
         raw.send("health", id="after")  # once it is answered, the worker is done with what it answered before
         assert raw.receive()["id"] == "after"
-        assert worker.worker._book.ledger.num_bytes_waiting == 0
+        assert worker.worker._book.ledger.awaited.num_bytes == 0
 
 
 def test_who_asked_for_a_kept_result_takes_room(engine: FakeEngine) -> None:

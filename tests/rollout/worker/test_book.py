@@ -43,4 +43,4 @@ def test_an_abort_of_what_waits_counts_once_though_its_client_is_found_gone(kind
     assert len(book.ledger.open) == 1 and book.ledger.num_samples_left == {"score": 1, "generate": 3}[kind]
     book.abort(b"me", None, protocol.Abort(id="abort", request_id="r"))
     assert not book.ledger.open and book.ledger.num_samples_left == 0 and not book.has_unanswered
-    assert told and book.ledger.num_bytes_open == book.ledger.num_bytes_waiting == 0
+    assert told and book.ledger.num_bytes_open == book.ledger.awaited.num_bytes == 0
