@@ -22,6 +22,7 @@ from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.keys import client_keys, use_curve
 from trueroll.rollout.network.router import Peer
+from trueroll.rollout.worker.dispatch import Dispatch
 from trueroll.rollout.worker.engine_thread import ServedEngine
 from trueroll.rollout.worker.worker import Worker
 
@@ -91,6 +92,7 @@ class FaultyWorker(Worker):
         self.calls: list[str] = []
         self.refuse: dict[str, TruerollError] = {}
         self.mute: set[str] = set()
+        self._dispatch._handle = self._handle  # type: ignore[method-assign]
 
     def _handle(self, peer: Peer, message: protocol.Call) -> None:
         if message.type != "health":
@@ -98,7 +100,7 @@ class FaultyWorker(Worker):
         if message.type in self.refuse:
             raise self.refuse.pop(message.type)
         if message.type not in self.mute:
-            super()._handle(peer, message)
+            Dispatch._handle(self._dispatch, peer, message)
 
 
 def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:

@@ -1024,7 +1024,7 @@ def test_a_client_on_the_descriptor_of_one_who_left_is_heard(certificates: Certi
             while first.identity not in lost:
                 router.maintain()
             with certificates.raw("bob", router.address) as bob:
-                while not gate._silent:
+                while len(gate._taken) == len(gate._heard):
                     router.maintain()
                 late = [received(router)[0] for _ in range(2)]
                 assert [peer.is_gone for peer in late] == [True, True] and not first.is_gone
@@ -1050,7 +1050,7 @@ def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nob
         generate = protocol.Generate(id="a", prompt_token_ids=bytes(4), params=SamplingParams())
         for user, is_gone, is_open in (("alice", True, False), (None, True, True), ("alice", False, True)):
             peer = Peer(b"\0abcd", Client(user, "generate"), is_gone)
-            worker._handle_message(peer, [protocol.encode(generate)])
+            worker._dispatch.take(peer, [protocol.encode(generate)])
             assert (scoped(user, "a") in worker._book.ledger.open) == is_open
     finally:
         worker._close_system()
@@ -1064,7 +1064,7 @@ def test_what_ends_with_its_client_ends_whoever_finds_out_that_it_is_gone(certif
             waits: dict[str, Any] = dict(min_weight_version=1, wait_for_weights=True, while_connected=ends)
             fields: dict[str, Any] = dict(prompt_token_ids=bytes(4), params=SamplingParams(), **waits)
             peer = Peer(b"\0abcd", Client(None, "control"), is_gone)
-            worker._handle_message(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
+            worker._dispatch.take(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
         assert [*worker._book.ledger.open] == ["a", "c", "d"]
         worker._book._tell(b"\0abcd", protocol.Deltas(samples=()))
         assert not worker._book.ledger.open and not worker._book.ledger.kept, "what waits for weights ends in any case"
@@ -1099,15 +1099,19 @@ def handshake(dealer: zmq.Socket[bytes], address: str) -> int:
     return event
 
 
-def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates) -> None:
+def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    authenticators, authenticate = [], router_module._authenticate
+    monkeypatch.setattr(
+        router_module, "_authenticate", lambda *args: authenticators.append(authenticate(*args)) or authenticators[0]
+    )
     router = Router(WorkerConfig(**certificates.settings), lambda identity: None)
     try:
         for name in ("alice", "stranger"):
             with certificates.raw(name, None) as dealer:
                 is_known = handshake(dealer, router.address) == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 assert is_known == (name == "alice"), "the premise"
-        assert router._authenticator is not None
-        router._authenticator.stop()
+        [authenticator] = authenticators
+        authenticator.stop()
         for name in ("alice", "stranger"):
             with certificates.raw(name, None) as dealer:
                 assert handshake(dealer, router.address) == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -1214,9 +1218,9 @@ def test_what_waits_is_counted_and_found() -> None:
                 ledger.join(entry)
                 ledger.subscribe(entry, Submission(identity, caller))
             case 3 if key in ledger.open:
-                ledger.wait_for_end(ledger.open[key], Submission(identity, caller))
+                ledger.awaited.add(ledger.open[key], ledger.open[key].successors, Submission(identity, caller))
             case 4:
-                ledger.lose(identity)
+                ledger.awaited.lose(identity)
                 assert not any(identity in each.subscribers or identity in each.successors for each in made)
             case 5 if caller is not None:
                 ledger.withdraw(key, caller)
@@ -1224,11 +1228,11 @@ def test_what_waits_is_counted_and_found() -> None:
                 ending = ledger.open[key]
                 ledger.end_sample(ending, "length")
                 ledger.finish(key)
-                ledger.release(ending, ending.successors)
+                ledger.awaited.release(ending, ending.successors)
             case 7 if key in ledger.open and step % 3 == 0:
                 ending = ledger.fail(key)
-                ledger.release(ending, ending.subscribers)
-                ledger.release(ending, ending.successors)
+                ledger.awaited.release(ending, ending.subscribers)
+                ledger.awaited.release(ending, ending.successors)
         waiting = [(each, submission) for each in made for submission in [*each.subscribers, *each.successors]]
         assert ledger.awaited.num_bytes == sum(submission.num_bytes for _, submission in waiting)
         found = {(each, identity) for identity, entries in ledger.awaited._entries.items() for each in entries}

@@ -659,10 +659,11 @@ def test_a_worker_lost_in_the_middle_fails_that_push_alone(cluster: Cluster) -> 
 
 def test_a_worker_that_computes_for_long_or_is_stopped_for_a_moment_is_not_lost(cluster: Cluster) -> None:
     computing, stopped = cluster.start(), cluster.start()
-    handle = stopped._handle
+    dispatch = stopped._dispatch
+    handle = dispatch._handle
 
     def handle_late(peer: Peer, message: protocol.Call) -> None:
-        stopped._handle = handle  # type: ignore[method-assign]
+        dispatch._handle = handle  # type: ignore[method-assign]
         time.sleep(workers_module.ANSWER_SECONDS / 4)
         computing.engine.gate.set()
         handle(peer, message)
@@ -671,9 +672,9 @@ def test_a_worker_that_computes_for_long_or_is_stopped_for_a_moment_is_not_lost(
         computing.engine.gate.clear()
         client.generate("long")
         assert computing.engine.at_gate.wait(20)
-        stopped._handle = handle_late  # type: ignore[method-assign]
+        dispatch._handle = handle_late  # type: ignore[method-assign]
         result = publisher.push(trainer_tensors(1), 1)
-        assert stopped._handle == handle
+        assert dispatch._handle == handle
         assert all(serves(worker, trainer_tensors(1), result) for worker in cluster.workers)
 
 
