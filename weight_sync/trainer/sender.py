@@ -1,8 +1,8 @@
 """The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
 
-Owns: the buffers, the base that sparse pushes need, and the checksums that pushes of adapters need. Does not own the
-workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered tensor and two buckets, and
-with `sparse` a copy of the weights in the workers' dtypes.
+Owns: the buffers, the copy of the served weights that sparse pushes need, and the checksums that pushes of adapters
+need. Does not own the workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered
+tensor and two buckets, and with `sparse` that copy, in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
-from .base import Base
 from .checklist import Checklist
 from .outbox import Outbox
 from .outcome import PushResult
+from .served_copy import ServedCopy
+from .targets import PushTargets
 from .trainer_tensors import TrainerTensors
 from .transaction import PushSettings, Transaction
-from .workers import Workers
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
@@ -62,16 +62,16 @@ class WeightSender:
         self._host = host
         self._is_sparse = is_sparse
         self._buffers: list[torch.Tensor] = []
-        self._base: Base | None = None
+        self._served_copy: ServedCopy | None = None
         self._committed: str | None = None
-        """The push that the base is of."""
+        """The push that the copy is of."""
         self._checksums = Checksums()
         self._whole_folder: Path | None = None
         """What holds the weights that adapters were written for last."""
 
     def send(
         self,
-        workers: Workers,
+        workers: PushTargets,
         replies: Sequence[Weights],
         tensors: TrainerTensors,
         version: int,
@@ -98,7 +98,7 @@ class WeightSender:
 
     def send_folder(
         self,
-        workers: Workers,
+        workers: PushTargets,
         replies: Sequence[Weights],
         path: Path,
         manifest: FolderManifest,
@@ -118,7 +118,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Free what is held."""
-        self._buffers, self._base, self._committed, self._checksums = [], None, None, Checksums()
+        self._buffers, self._served_copy, self._committed, self._checksums = [], None, None, Checksums()
 
     @property
     def _may_lend(self) -> bool:
@@ -126,7 +126,7 @@ class WeightSender:
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
-        self, tensors: TrainerTensors, workers: Workers, replies: Sequence[Weights]
+        self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
         """The tensors' GPU, if buckets in its memory can reach all workers on theirs. None: host memory it is."""
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
@@ -179,9 +179,9 @@ class WeightSender:
         """How each tensor is sent: whole, or what changed of it."""
         if not self._is_sparse:
             return outbox.put_rows
-        if self._base is None or not self._base.fits(wanted):
-            self._base = Base(wanted)
-        kept = self._base
+        if self._served_copy is None or not self._served_copy.fits(wanted):
+            self._served_copy = ServedCopy(wanted)
+        kept = self._served_copy
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
             outbox.put_rows(name, kept.replace(name, tensor))
@@ -275,7 +275,7 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
     return {position: lender for position, (lender, reply) in found if reply.kin is not None and lender != position}
 
 
-def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:
+def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
     """What all of them want; `push_id` is what all serve, None if they differ. Raise PushError if they want different
     things.
     """
