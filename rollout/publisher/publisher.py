@@ -431,4 +431,4 @@ def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
 
 def _check(holds: bool, name: str, expected: str, found: object) -> None:
     if not holds:
-        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it")
+        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it", field=name, value=found)

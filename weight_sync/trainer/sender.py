@@ -109,7 +109,9 @@ class WeightSender:
         if manifest.dtype != wanted.dtype:
             raise ConfigError(
                 f"folder: expected weights in {wanted.dtype}, as the workers serve, found {manifest.dtype!r}; "
-                "correct it"
+                "correct it",
+                field="folder",
+                value=manifest.dtype,
             )
         version = manifest.weight_version
         transaction = Transaction(workers, self._settings, version, allow_older, manifest.push_id)
