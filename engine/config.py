@@ -93,13 +93,18 @@ class EngineConfig(BaseModel):
             )
         for name in ("state_interval", "decode_state_interval"):
             if (interval := getattr(self, name)) and interval % self.block_size:
-                raise ValueError(
+                raise ConfigError(
                     f"{name}: expected a multiple of block_size = {self.block_size}, since checkpoints lie between "
-                    f"blocks, found {interval}"
+                    f"blocks, found {interval}",
+                    field=name,
+                    value=interval,
                 )
         if self.max_num_seqs > self.max_num_batched_tokens:
-            raise ValueError(
+            raise ConfigError(
                 f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "
-                f"running sequence can decode in each step, found {self.max_num_seqs}"
+                f"running sequence can decode in each step, found {self.max_num_seqs}",
+                field="max_num_seqs",
+                value=self.max_num_seqs,
+                limit=self.max_num_batched_tokens,
             )
         return self

@@ -89,8 +89,11 @@ class WorkerConfig(BaseModel):
     @model_validator(mode="after")
     def _a_request_fits(self) -> WorkerConfig:
         if self.max_n > self.max_queued_samples:
-            raise ValueError(
-                f"max_n: expected at most max_queued_samples = {self.max_queued_samples}, found {self.max_n}"
+            raise ConfigError(
+                f"max_n: expected at most max_queued_samples = {self.max_queued_samples}, found {self.max_n}",
+                field="max_n",
+                value=self.max_n,
+                limit=self.max_queued_samples,
             )
         return self
 

@@ -329,7 +329,7 @@ def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
         ("weight_sync.worker.receiver", "from trueroll import rollout"),
         ("weight_sync.worker.receiver", "from ..trainer.sender import WeightSender"),
         ("weight_sync.payload.messages", "from ...rollout.protocol.messages import Status"),
-        ("weight_sync.trainer.sender", "def f():\n    from ...rollout.publisher.workers import Workers"),
+        ("weight_sync.trainer.sender", "def f():\n    from ...rollout.publisher.worker_clients import WorkerClients"),
         ("weight_sync.transports.shared", "if TYPE_CHECKING:\n    from ..worker.receiver import Receiver"),
         ("weight_sync.nobody_knows", "import math"),
         ("weight_sync.nobody_knows.at_all", "import math"),
@@ -352,7 +352,7 @@ def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
         ("kernels.nobody_knows", "import math"),
         ("rollout.client.client", "from ...engine.engine import Engine"),
         ("rollout.client.client", "from ...engine import Engine"),
-        ("rollout.client.client", "from ..publisher.workers import Workers"),
+        ("rollout.client.client", "from ..publisher.worker_clients import WorkerClients"),
         ("rollout.http.server", "from ..worker.worker import Worker"),
         ("rollout.http.chat", "from starlette.requests import Request"),
         ("rollout.http.samples", "from starlette.requests import Request"),
@@ -371,7 +371,7 @@ def test_a_planted_violation_is_found(module: str, line: str) -> None:
     sources |= dict.fromkeys(["engine.cache.prefix_cache"], "")
     sources |= dict.fromkeys(["kernels.cpu.backend", "kernels.cpu.library"], "")
     sources |= dict.fromkeys(["engine.__init__", "weight_sync.__init__", "rollout.__init__"], "")
-    sources |= dict.fromkeys(["rollout.client.client", "rollout.publisher.workers", "rollout.worker.worker"], "")
+    sources |= dict.fromkeys(["rollout.client.client", "rollout.publisher.worker_clients", "rollout.worker.worker"], "")
     sources |= dict.fromkeys(["weight_sync.worker.receiver", "weight_sync.trainer.sender"], "")
     assert violations(sources) == []
     faults = violations(sources | {module: line})

@@ -26,7 +26,7 @@ _SEALS = 2 | 4 | 16  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 _NODES = Path("/sys/devices/system/node")
 
 
-class Lent(NamedTuple):
+class LentMemory(NamedTuple):
     """What process `pid` lends: a file of `num_bytes` without a name, its descriptor `fd`, with the number `inode`."""
 
     pid: int
@@ -52,12 +52,12 @@ class LendableArena(HostArena):
         except OSError as error:
             raise MemoryError(f"expected {num_bytes} bytes of memory to lend: {error}") from None
 
-    def lend(self) -> Lent:
+    def lend(self) -> LentMemory:
         """Seal it. Nothing that is written here afterwards is seen by others."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
-        return Lent(os.getpid(), self._file, status.st_ino, status.st_size)
+        return LentMemory(os.getpid(), self._file, status.st_ino, status.st_size)
 
     def withdraw(self) -> None:
         """Nobody can map it from now on; who has mapped it keeps it."""
@@ -82,7 +82,7 @@ class LendableArena(HostArena):
 class BorrowedArena(HostArena):
     """What somebody lends. Raise OSError if it is not there, or not as it should be."""
 
-    def __init__(self, lent: Lent) -> None:
+    def __init__(self, lent: LentMemory) -> None:
         super().__init__(lent.num_bytes, huge_pages=True)
         file = os.open(f"/proc/{lent.pid}/fd/{lent.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -93,7 +93,7 @@ class BorrowedArena(HostArena):
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
 
 
-def _check(file: int, lent: Lent) -> None:
+def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError(f"expected a file of user {os.geteuid()}, found mode {status.st_mode:o} of others")

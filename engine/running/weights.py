@@ -1,9 +1,9 @@
 """The model's weights as something that is replaced: staged beside the live ones, committed between two steps.
 
 Owns the arena of the weights, and through it the arenas of stagings; and, while adapters are in the weights, what these
-were before (`Base`). Does not know where new weights come from, which version they are, or what becomes of requests and
-of the KV cache: that is the engine's part. Workers of one `kin` may share the memory of a staging, which each makes its
-live weights by a commit of its own.
+were before (`AdapterBase`). Does not know where new weights come from, which version they are, or what becomes of
+requests and of the KV cache: that is the engine's part. Workers of one `kin` may share the memory of a staging, which
+each makes its live weights by a commit of its own.
 
 Promises: addresses of live weights never change on a host; until the commit nothing is written to them, unless the
 staging is in place; a commit that raises has changed nothing. `new_staging` may be called, and a staging be filled,
@@ -27,14 +27,14 @@ from ...kernels.contract import Weight
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
-from ..cache.lending import BorrowedArena, LendableArena, Lent, place_to_lend
+from ..cache.lending import BorrowedArena, LendableArena, LentMemory, place_to_lend
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
 
 
 @dataclass
-class Base:
-    """What the live weights were before adapters: `kept` has those parameters, dense, that they changed.
+class AdapterBase:
+    """The weights that adapters were added to. `kept`: the parameters that the adapters changed, dense.
 
     `checksums`: of its parameters, as far as pushes of adapters needed them.
     """
@@ -68,7 +68,7 @@ class WeightStore:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
-        self.base = Base()
+        self.base = AdapterBase()
 
     @property
     def dtype(self) -> str:
@@ -140,8 +140,10 @@ class WeightStore:
         return LendableStaging(self, LendableArena(self._num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
-        """The weights that a process of this `kin` lends (`Lent`), all of them. Raise OSError if they are not there."""
-        found = Lent(*lent)
+        """The weights that a process of this `kin` lends, all of them, by the fields of `LentMemory`. Raise OSError if
+        they are not there.
+        """
+        found = LentMemory(*lent)
         if found.num_bytes != self._num_bytes:  # before pages are taken for it
             raise FileNotFoundError(f"expected {self._num_bytes} bytes of weights, found {found.num_bytes}")
         return BorrowedStaging(self, BorrowedArena(found))
@@ -160,7 +162,7 @@ class WeightStore:
             # The staging's memory belongs to the stream that it was filled on, which knows nothing of these copies.
             wait_for_stream(self._device)
         self.is_whole = True
-        self.base = Base() if staging.base is None else staging.base
+        self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
@@ -170,7 +172,7 @@ class WeightStore:
         if level == 1:  # on the host, where it stays until adapters need it again
             self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
         else:
-            self.base = Base()
+            self.base = AdapterBase()
 
     def wake_up(self) -> None:
         """Takes the memory again."""
@@ -240,7 +242,7 @@ class WeightStaging:
         self._store = store
         self._staged_rows: Counter[str] = Counter()
         self._others_bytes = 0
-        self.base: Base | None = None
+        self.base: AdapterBase | None = None
         self._is_alone = False
         self._factors: dict[str, Factors] = {}
         self._by_name: dict[str, Tensor] = {}
@@ -259,7 +261,7 @@ class WeightStaging:
         """
         if self.in_place or (alone and not self._store.is_whole):
             raise ValueError("staging: expected whole weights beside the live ones for adapters, found others")
-        self.base = Base(checksums=self._store.base.checksums if alone else {})
+        self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
             empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.model.device)
@@ -368,7 +370,7 @@ class LendableStaging(WeightStaging):
         self.arena, self._lendable = lendable, lendable
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
-    def lend(self) -> Lent:
+    def lend(self) -> LentMemory:
         """Let others map the weights, all of which are there. Nothing more is written here."""
         return self._lendable.lend()
 

@@ -70,7 +70,8 @@ class AsyncFleetClient(AsyncRolloutClient):
     ) -> None:
         max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
-            raise ConfigError(f"max_staleness: expected an integer from 0 on, found {brief(max_staleness)}; correct it")
+            text = f"max_staleness: expected an integer from 0 on, found {brief(max_staleness)}; correct it"
+            raise ConfigError(text, field="max_staleness", value=max_staleness, limit=0)
 
         def make_client(address: str) -> AsyncRolloutClient:
             return AsyncRolloutClient(address, timeout, server_public_key, client_key)

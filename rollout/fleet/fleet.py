@@ -161,5 +161,8 @@ class Fleet:
 def _check_count(num_workers: int) -> None:
     if type(num_workers) is not int or not 1 <= num_workers <= MOST_WORKERS:
         raise ConfigError(
-            f"num_workers: expected an integer from 1 to {MOST_WORKERS}, found {brief(num_workers)}; correct it"
+            f"num_workers: expected an integer from 1 to {MOST_WORKERS}, found {brief(num_workers)}; correct it",
+            field="num_workers",
+            value=num_workers,
+            limit=MOST_WORKERS,
         )

@@ -44,7 +44,7 @@ from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
 from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fleet, membership_of
-from .workers import Key, Workers
+from .worker_clients import Key, WorkerClients
 
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 class _Party:
     """The workers of a push, what each of them wants, and the addresses of those that are left out."""
 
-    workers: Workers
+    workers: WorkerClients
     replies: list[protocol.Weights]
     left_out: list[str]
 
@@ -130,7 +130,7 @@ class WeightPublisher:
             is_sparse=sparse,
         )
         self._keys = server_public_key, client_key
-        self._workers: Workers | None = None
+        self._workers: WorkerClients | None = None
         self._latest: dict[str, str] = {}
         """By address, the push that was committed there last."""
         self._terms: tuple[int, bool] | None = None
@@ -143,7 +143,7 @@ class WeightPublisher:
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Push to these workers from now on, and to no others. Sends nothing yet."""
-        workers = Workers(addresses, self._settings.timeout, self._keys)
+        workers = WorkerClients(addresses, self._settings.timeout, self._keys)
         self._disconnect()
         self._workers = workers
 
@@ -274,7 +274,7 @@ class WeightPublisher:
             time.sleep(LATE_SECONDS)
 
     def _is_any_behind(self, addresses: list[str], push_id: str) -> bool:
-        workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
+        workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._fleet)
         try:
             replies = workers.greet(self._settings.timeout)
         finally:
@@ -396,13 +396,13 @@ class WeightPublisher:
         result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters)
         return replace(result, left_out=party.left_out)
 
-    def _connected(self) -> Workers:
+    def _connected(self) -> WorkerClients:
         if self._fleet is not None:
             addresses = self._fleet_addresses()
             known = self._workers
             if known is None or list(known.addresses) != addresses or not known.are_members:
                 self._disconnect_workers()
-                self._workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
+                self._workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._fleet)
         if self._workers is None or not self._workers.addresses:
             advice = (
                 "call connect with their addresses first" if self._fleet is None else "wait until its fleet has some"
@@ -431,4 +431,4 @@ def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
 
 def _check(holds: bool, name: str, expected: str, found: object) -> None:
     if not holds:
-        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it")
+        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it", field=name, value=found)

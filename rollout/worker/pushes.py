@@ -384,23 +384,30 @@ def check_begin(
     weights that are served, and the push that brought them.
     """
     if call.dtype != dtype:
-        raise PushError(f"dtype: expected {dtype}, as this worker serves, found {call.dtype!r:.80}; push in that")
+        text = f"dtype: expected {dtype}, as this worker serves, found {call.dtype!r:.80}; push in that"
+        raise PushError(text, field="dtype", value=call.dtype)
     # A version that is not later is fine if that is asked for, or if it replaces what was lost.
     is_lost_one = standing.is_dirty and call.weight_version == served_version
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
             f"begin_push: expected a version later than {served_version}, which this worker serves, found "
-            f"{call.weight_version}; push a later one, or push with allow_older if samples of both may be confused"
+            f"{call.weight_version}; push a later one, or push with allow_older if samples of both may be confused",
+            field="weight_version",
+            value=call.weight_version,
+            limit=served_version + 1,
         )
     _check_adapters(call, standing)
     if call.base is None:
         return
     if call.in_place:
-        raise PushError("begin_push: expected whole tensors for in_place, found base; push without base")
+        text = "begin_push: expected whole tensors for in_place, found base; push without base"
+        raise PushError(text, field="base", value=call.base)
     if call.base != served:
         raise VersionGapError(
             f"begin_push: expected changes to the push that is served ({served or 'none'}), found changes to "
-            f"{call.base}; push every tensor whole"
+            f"{call.base}; push every tensor whole",
+            field="base",
+            value=call.base,
         )
 
 
@@ -410,11 +417,13 @@ def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
         return
     if call.in_place or call.base is not None:
         name = "in_place" if call.in_place else "base"
-        raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
+        text = f"begin_push: expected no {name} with adapters, found it; push without, or merged weights"
+        raise PushError(text, field=name, value=getattr(call, name))
     if call.adapters.is_alone and standing.is_dirty:
         raise OtherBaseError(
             "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
-            "the model without adapters=True, which brings the weights too"
+            "the model without adapters=True, which brings the weights too",
+            field="adapters",
         )
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trueroll.errors import QueueFullError, TruerollError
 from trueroll.rollout import FleetClient, Group, SampleDelta, SampleOutput, SamplingParams, WeightPublisher
 from trueroll.rollout.client.membership import FleetArg
-from trueroll.rollout.publisher.workers import Workers
+from trueroll.rollout.publisher.worker_clients import WorkerClients
 from trueroll.weight_sync.payload.tensors import raw_bytes
 from trueroll.weight_sync.transports.disk import FolderWriter
 from trueroll.weight_sync.transports.shared import SharedSlots
@@ -181,7 +181,7 @@ def _whole(pieces: Any, samples: dict[Any, SampleOutput], place: tuple[int, int]
 @contextmanager
 def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
     """Tell the phases of pushes of this thread. (Workers that join get pushes too, on other threads.)"""
-    thread, ask, ask_all = threading.get_ident(), Workers.ask, Workers.ask_all
+    thread, ask, ask_all = threading.get_ident(), WorkerClients.ask, WorkerClients.ask_all
 
     def tell(calls: Any) -> None:
         if threading.get_ident() == thread:
@@ -189,19 +189,19 @@ def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
             if moment is not None:
                 at(moment)
 
-    def told_ask(workers: Workers, what: str, calls: Any, timeout: float) -> Any:
+    def told_ask(workers: WorkerClients, what: str, calls: Any, timeout: float) -> Any:
         tell(calls)
         return ask(workers, what, calls, timeout)
 
-    def told_ask_all(workers: Workers, call: Any, timeout: float) -> Any:
+    def told_ask_all(workers: WorkerClients, call: Any, timeout: float) -> Any:
         tell(call)
         return ask_all(workers, call, timeout)
 
-    Workers.ask, Workers.ask_all = told_ask, told_ask_all  # type: ignore[method-assign]
+    WorkerClients.ask, WorkerClients.ask_all = told_ask, told_ask_all  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Workers.ask, Workers.ask_all = ask, ask_all  # type: ignore[method-assign]
+        WorkerClients.ask, WorkerClients.ask_all = ask, ask_all  # type: ignore[method-assign]
 
 
 def tell_memory(tell: Callable[[str], None]) -> None:

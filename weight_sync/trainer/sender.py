@@ -1,8 +1,8 @@
 """The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
 
-Owns: the buffers, the base that sparse pushes need, and the checksums that pushes of adapters need. Does not own the
-workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered tensor and two buckets, and
-with `sparse` a copy of the weights in the workers' dtypes.
+Owns: the buffers, the copy of the served weights that sparse pushes need, and the checksums that pushes of adapters
+need. Does not own the workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered
+tensor and two buckets, and with `sparse` that copy, in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
-from .base import Base
 from .checklist import Checklist
 from .outbox import Outbox
 from .outcome import PushResult
+from .served_copy import ServedCopy
+from .targets import PushTargets
 from .trainer_tensors import TrainerTensors
 from .transaction import PushSettings, Transaction
-from .workers import Workers
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
@@ -52,12 +52,12 @@ ADAPTER_BUCKET_BYTES = 2**20
 
 @dataclass
 class _Sent:
-    """What is known of weights that were sent. `base`: what sparse pushes send changes of, and `committed`, the push
+    """What is known of weights that were sent. `copy`: what sparse pushes send changes of, and `committed`, the push
     that it is of. `checksums`: of the weights that adapters are added to. `whole_folder`: what holds the weights that
     adapters were written for last.
     """
 
-    base: Base | None = None
+    copy: ServedCopy | None = None
     committed: str | None = None
     checksums: Checksums = field(default_factory=Checksums)
     whole_folder: Path | None = None
@@ -79,7 +79,7 @@ class WeightSender:
 
     def send(
         self,
-        workers: Workers,
+        workers: PushTargets,
         replies: Sequence[Weights],
         tensors: TrainerTensors,
         version: int,
@@ -106,7 +106,7 @@ class WeightSender:
 
     def send_folder(
         self,
-        workers: Workers,
+        workers: PushTargets,
         replies: Sequence[Weights],
         path: Path,
         manifest: FolderManifest,
@@ -117,7 +117,9 @@ class WeightSender:
         if manifest.dtype != wanted.dtype:
             raise ConfigError(
                 f"folder: expected weights in {wanted.dtype}, as the workers serve, found {manifest.dtype!r}; "
-                "correct it"
+                "correct it",
+                field="folder",
+                value=manifest.dtype,
             )
         version = manifest.weight_version
         transaction = Transaction(workers, self._settings, version, allow_older, manifest.push_id)
@@ -134,7 +136,7 @@ class WeightSender:
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
-        self, tensors: TrainerTensors, workers: Workers, replies: Sequence[Weights]
+        self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
         """The tensors' GPU, if buckets in its memory can reach all workers on theirs. None: host memory it is."""
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
@@ -187,9 +189,9 @@ class WeightSender:
         """How each tensor is sent: whole, or what changed of it."""
         if not self._is_sparse:
             return outbox.put_rows
-        if self._sent.base is None or not self._sent.base.fits(wanted):
-            self._sent.base = Base(wanted)
-        kept = self._sent.base
+        if self._sent.copy is None or not self._sent.copy.fits(wanted):
+            self._sent.copy = ServedCopy(wanted)
+        kept = self._sent.copy
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
             outbox.put_rows(name, kept.replace(name, tensor))
@@ -283,7 +285,7 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
     return {position: lender for position, (lender, reply) in found if reply.kin is not None and lender != position}
 
 
-def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:
+def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
     """What all of them want; `push_id` is what all serve, None if they differ. Raise PushError if they want different
     things.
     """

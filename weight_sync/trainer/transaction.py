@@ -29,7 +29,7 @@ from trueroll.errors import (
 from ...engine.request import InFlight
 from ..payload.manifest import Adapters, Bucket, LentSource, Source
 from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
-from .workers import WorkerFailure, Workers
+from .targets import PushTargets, WorkerFailure
 
 ABORT_SECONDS = 5.0
 """How long the workers may take to answer an abort."""
@@ -67,7 +67,7 @@ class Transaction:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: PushTargets,
         settings: PushSettings,
         version: int,
         allow_older: bool,
@@ -171,7 +171,7 @@ class Transaction:
         borrowers.ask("begin", calls, self._settings.begin_timeout).result()
         self._verify(borrowers, 0)
 
-    def _verify(self, workers: Workers, num_buckets: int) -> list[PushStatus]:
+    def _verify(self, workers: PushTargets, num_buckets: int) -> list[PushStatus]:
         call = VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=num_buckets)
         return workers.ask("verify", call, self._settings.timeout).result()
 

@@ -64,7 +64,7 @@ class KeptBase(Protocol):
     def checksums(self) -> dict[str, int]: ...
 
 
-class LendableArea(StagingArea, Protocol):
+class LendableStagingArea(StagingArea, Protocol):
     """One that others can use as well, once all is there."""
 
     def lend(self) -> tuple[int, int, int, int]:
@@ -101,7 +101,7 @@ class Destination(Parameters, Protocol):
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
 
-    def new_lendable(self) -> LendableArea: ...
+    def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
         """What another worker of this kin lends, all of it. Raise OSError if it is not there."""

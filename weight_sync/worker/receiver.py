@@ -33,7 +33,7 @@ from ..transports.gpu import stream_beside
 from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
 from .adapting import begin_adapters, merge_adapters
-from .assembly import Assembly, Destination, LendableArea, StagingArea
+from .assembly import Assembly, Destination, LendableStagingArea, StagingArea
 from .call_queue import Call, CallQueue, begin_seconds
 from .events import Broken, Opened, Progress, PushEvent, Reached
 from .intake import Intake
@@ -120,7 +120,7 @@ class Receiver(threading.Thread):
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
         device, writing = self._writing.device, self._writing
         reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
-        lendable: LendableArea | None = None
+        lendable: LendableStagingArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
             if begin.in_place:
@@ -168,7 +168,7 @@ class Receiver(threading.Thread):
         self._writing.wait_to_overwrite()
         self.progress = replace(self.progress, started=time.monotonic())
 
-    def _new_lendable(self) -> LendableArea:
+    def _new_lendable(self) -> LendableStagingArea:
         begin = self._begin
         is_whole = begin.base is None and begin.adapters is None
         if self._weights.kin is None or begin.in_place or not is_whole:
@@ -178,7 +178,7 @@ class Receiver(threading.Thread):
             )
         return self._weights.new_lendable()
 
-    def _lend(self, staging: LendableArea) -> LentSource:
+    def _lend(self, staging: LendableStagingArea) -> LentSource:
         assert self._weights.kin is not None
         pid, fd, inode, num_bytes = staging.lend()
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)

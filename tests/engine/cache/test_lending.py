@@ -14,7 +14,7 @@ import torch
 from machines import lends_huge_pages
 
 from trueroll.engine.cache import lending
-from trueroll.engine.cache.lending import BorrowedArena, LendableArena, Lent
+from trueroll.engine.cache.lending import BorrowedArena, LendableArena, LentMemory
 from trueroll.engine.cache.memory import HUGE_PAGE, HostArena
 
 SIZE = 2 * HUGE_PAGE + 5000
@@ -30,7 +30,7 @@ input()
 pytestmark = lends_huge_pages
 
 
-def lent_by(arena: LendableArena, value: int) -> Lent:
+def lent_by(arena: LendableArena, value: int) -> LentMemory:
     arena.empty(torch.uint8, SIZE).fill_(value)
     return arena.lend()
 
@@ -40,7 +40,7 @@ def live(value: int) -> tuple[HostArena, torch.Tensor]:
     return arena, arena.empty(torch.uint8, SIZE).fill_(value)
 
 
-def borrowed(lent: Lent) -> tuple[BorrowedArena, torch.Tensor]:
+def borrowed(lent: LentMemory) -> tuple[BorrowedArena, torch.Tensor]:
     arena = BorrowedArena(lent)
     return arena, arena.empty(torch.uint8, SIZE)
 
@@ -87,7 +87,7 @@ def test_a_lender_that_is_killed_leaves_what_was_borrowed_and_nothing_else() -> 
     )
     with process:
         assert process.stdout is not None
-        lent = Lent(*map(int, process.stdout.readline().split()))
+        lent = LentMemory(*map(int, process.stdout.readline().split()))
         arena, tensor = borrowed(lent)
         assert lent.pid == process.pid and (tensor == 7).all()
         process.send_signal(signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_what_is_not_lent_memory_is_refused(tmp_path: Path) -> None:
     lender = LendableArena(SIZE)
     with pytest.raises(PermissionError, match="without seals"):
         status = os.fstat(lender._file)
-        BorrowedArena(Lent(os.getpid(), lender._file, status.st_ino, SIZE))
+        BorrowedArena(LentMemory(os.getpid(), lender._file, status.st_ino, SIZE))
     lent = lent_by(lender, 1)
     for wrong in (lent._replace(inode=lent.inode + 1), lent._replace(num_bytes=SIZE - 1)):
         with pytest.raises(FileNotFoundError, match="another file"):
@@ -110,10 +110,10 @@ def test_what_is_not_lent_memory_is_refused(tmp_path: Path) -> None:
         file.truncate(SIZE)
         status = os.fstat(file.fileno())
         with pytest.raises(OSError):
-            BorrowedArena(Lent(os.getpid(), file.fileno(), status.st_ino, SIZE))
+            BorrowedArena(LentMemory(os.getpid(), file.fileno(), status.st_ino, SIZE))
     reading, writing = os.pipe()
     with pytest.raises(PermissionError, match="mode"):
-        BorrowedArena(Lent(os.getpid(), reading, 1, SIZE))
+        BorrowedArena(LentMemory(os.getpid(), reading, 1, SIZE))
     os.close(reading)
     os.close(writing)
 

@@ -30,6 +30,7 @@ from trueroll.errors import (
     UnavailableError,
 )
 from trueroll.rollout import RolloutClient, SamplingParams, protocol
+from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS, error_from_code, told
 
 PROMPT, LENGTH, VOCAB = "the field with the prompt", 1024, 512
@@ -196,7 +197,13 @@ def test_errors_are_pickled_and_copied_with_what_they_carry() -> None:
 def test_a_setting_that_cannot_be_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(model="m", block_size=0)
-    assert (caught.value.field, caught.value.value) == ("block_size", 0)
+    assert about(caught.value)[1:3] == ("block_size", 0)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(model="m", max_num_seqs=9, max_num_batched_tokens=8)
+    assert about(caught.value) == (ConfigError, "max_num_seqs", 9, 8)
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(max_n=9, max_queued_samples=8)
+    assert about(caught.value) == (ConfigError, "max_n", 9, 8)
 
 
 def test_a_front_end_names_its_own_fields(fake: FakeEngine, chat_model: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from trueroll.errors import TruerollError
 from trueroll.rollout import WeightPublisher
 from trueroll.rollout.protocol import CommitPush
-from trueroll.rollout.publisher.workers import Workers
+from trueroll.rollout.publisher.worker_clients import WorkerClients
 from trueroll.weight_sync.trainer import sender as sender_module
 from trueroll.weight_sync.trainer.transaction import Transaction
 from trueroll.weight_sync.transports.collective import GroupSlots
@@ -87,7 +87,7 @@ def install(hold: Hold) -> None:
     told of the push; `commit`: all have verified, the first has committed, the others were not told.
     """
     begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
-    ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
+    ask, join, append = WorkerClients._ask, GroupSlots.open, FolderWriter.append
 
     def held_begin(self: Transaction, dtype: str, source: Any, *args: Any, **others: Any) -> Any:
         hold.memory = getattr(source(0), "name", None)
@@ -123,7 +123,7 @@ def install(hold: Hold) -> None:
         hold.at("lend")
         lend(self, lent)
 
-    async def held_ask(self: Workers, position: int, call: Any, timeout: float) -> Any:
+    async def held_ask(self: WorkerClients, position: int, call: Any, timeout: float) -> Any:
         if hold.phase != "commit" or not isinstance(call, CommitPush):
             return await ask(self, position, call, timeout)
         if position:
@@ -136,7 +136,7 @@ def install(hold: Hold) -> None:
 
     Transaction.begin, Transaction.stage, Transaction.verify = held_begin, held_stage, held_verify
     Transaction._lend = held_lend
-    Workers._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
+    WorkerClients._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trueroll.weight_sync.payload.adapted import Adapted
 from trueroll.weight_sync.payload.parameters import Parameters
 from trueroll.weight_sync.payload.tensors import DTYPES, raw_bits
-from trueroll.weight_sync.trainer.base import Base
+from trueroll.weight_sync.trainer.served_copy import ServedCopy
 
 VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
 
@@ -26,12 +26,12 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
     before, after = (
         torch.tensor(data.draw(st.lists(VALUES, min_size=size, max_size=size))).view(rows, columns) for _ in range(2)
     )
-    base = Base(wanted((rows, columns), dtype))
-    base.replace("w", before)
+    copy = ServedCopy(wanted((rows, columns), dtype))
+    copy.replace("w", before)
     old, new = raw_bits(before.to(DTYPES[dtype])), raw_bits(after.to(DTYPES[dtype]))
     expected = [i for i in range(size) if old[i] != new[i]]
-    changes = base.update("w", after)
-    assert (raw_bits(base.tensor("w")) == new).all()
+    changes = copy.update("w", after)
+    assert (raw_bits(copy.tensor("w")) == new).all()
     itemsize = DTYPES[dtype].itemsize
     if changes is None:
         assert len(expected) * (4 + itemsize) >= size * itemsize
@@ -44,19 +44,19 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_tensor_of_several_chunks(dtype: str) -> None:
     before = torch.zeros(3000, 1001)
-    base = Base(wanted((3000, 1001), dtype))
-    base.replace("w", before)
+    copy = ServedCopy(wanted((3000, 1001), dtype))
+    copy.replace("w", before)
     places = [0, 1, 1001 * 1500 + 7, 3000 * 1001 - 1]
     before.view(-1)[places] = -0.0
-    changes = base.update("w", before)
+    changes = copy.update("w", before)
     assert changes is not None
     assert changes[0].tolist() == places and torch.signbit(changes[1]).all()
 
 
 def test_a_tensor_is_kept_in_its_own_dtype() -> None:
-    base, fine = Base(wanted((4, 5), "bfloat16", "float32")), torch.full((4, 5), 1 + 2**-20)
-    assert base.replace("w", fine).dtype == torch.float32 and base.tensor("w").equal(fine)
-    assert base.fits(wanted((4, 5), "bfloat16", "float32")) and not base.fits(wanted((4, 5), "bfloat16"))
+    copy, fine = ServedCopy(wanted((4, 5), "bfloat16", "float32")), torch.full((4, 5), 1 + 2**-20)
+    assert copy.replace("w", fine).dtype == torch.float32 and copy.tensor("w").equal(fine)
+    assert copy.fits(wanted((4, 5), "bfloat16", "float32")) and not copy.fits(wanted((4, 5), "bfloat16"))
     fine[1, 2] += 2**-20
-    changes = base.update("w", fine)
+    changes = copy.update("w", fine)
     assert changes is not None and changes[0].tolist() == [7] and changes[1].tolist() == [1 + 2**-19]

@@ -16,7 +16,7 @@ _MAX_ELEMENTS = 2**31
 """Indices are int32."""
 
 
-class Base:
+class ServedCopy:
     """A copy of the tensors that workers want. Its content means nothing before the first `replace` of everything."""
 
     def __init__(self, wanted: Parameters) -> None:

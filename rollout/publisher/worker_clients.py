@@ -16,7 +16,7 @@ from typing import Any
 
 from trueroll.errors import ConfigError, DeadlineError, TruerollError, WorkerLostError
 
-from ...weight_sync.trainer.workers import WorkerFailure
+from ...weight_sync.trainer.targets import WorkerFailure
 from .. import protocol
 from ..client.client import AsyncRolloutClient, Key
 from ..client.loop_thread import LoopThread
@@ -32,9 +32,9 @@ FOLLOW_SECONDS = 0.1
 log = logging.getLogger(__name__)
 
 
-class Workers:
-    """The workers at `addresses`; a position is an index into them. `keys`: `server_public_key` and `client_key`
-    of `RolloutClient`. `membership`: of the fleet that they are in.
+class WorkerClients:
+    """A client of each worker at `addresses`: the `PushTargets` of a push. A position is an index into them. `keys`:
+    `server_public_key` and `client_key` of `RolloutClient`. `membership`: of the fleet that they are in.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Workers:
         """Whether none has left its fleet since."""
         return not self._gone
 
-    def at(self, positions: Iterable[int]) -> Workers:
+    def at(self, positions: Iterable[int]) -> WorkerClients:
         """Those at these positions, by the same clients, which end with this one."""
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)

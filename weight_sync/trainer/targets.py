@@ -20,13 +20,13 @@ class WorkerFailure(Exception):
         self.errors = errors
 
 
-class Workers(Protocol):
-    """The workers of a push; a position is an index into `addresses`. Every call ends within its timeout."""
+class PushTargets(Protocol):
+    """The workers that a push goes to; a position is an index into `addresses`. Every call ends within its timeout."""
 
     @property
     def addresses(self) -> Sequence[str]: ...
 
-    def at(self, positions: Iterable[int]) -> Workers:
+    def at(self, positions: Iterable[int]) -> PushTargets:
         """Those at these positions."""
         ...
 
