@@ -495,7 +495,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._head.num_bytes == 0:
             return self.cut("head")
         text = f"head: incomplete after {self._config.head_seconds:g} s; send it faster"
-        self.refuse(HttpError(408, text), "head")
+        self.refuse(HttpError(408, text, limit=self._config.head_seconds), "head")
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

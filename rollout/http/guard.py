@@ -155,4 +155,5 @@ def _is_local(host: str) -> bool:
 
 def _too_many(most: int) -> HttpError:
     text = f"server: {most} requests are open, as many as may be; try again later"
-    return HttpError(429, text, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return HttpError(429, text, limit=most, code="queue_full", headers=headers)
