@@ -92,7 +92,7 @@ class FaultyWorker(Worker):
         self.calls: list[str] = []
         self.refuse: dict[str, TruerollError] = {}
         self.mute: set[str] = set()
-        self._dispatch._handle = self._handle  # type: ignore[method-assign]
+        self._dispatch._handle = lambda peer, message: self._handle(peer, message)  # type: ignore[method-assign]
 
     def _handle(self, peer: Peer, message: protocol.Call) -> None:
         if message.type != "health":
