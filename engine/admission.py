@@ -14,17 +14,24 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from .cache.chains import Chain
-from .columns import TOPS, GrowingColumns
-from .ledger import Ledger
-from .outputs.draw_records import DrawRecord
-from .outputs.open_requests import OpenSample, OpenScore
+from .cache.prefix_cache import Chain
+from .outputs.open_requests import DrawRecord, OpenSample, OpenScore
 from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
-from .request import GenerateRequest, Request, SamplingParams, ScoreRequest, check_length, check_spans, derive_seed
+from .pipeline import Ledger
+from .request import (
+    TOPS,
+    GenerateRequest,
+    GrowingColumns,
+    Request,
+    SamplingParams,
+    ScoreRequest,
+    check_length,
+    check_spans,
+    derive_seed,
+)
 from .running.loading import EngineInfo
-from .scheduling.prompts import SharedPrompts
-from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Generation, Sequence
 
 

@@ -1,7 +1,7 @@
 """The engine: requests in, finished samples out, one `step` at a time.
 
-Joins its four parts: `admission` takes requests in, `pipeline` computes them step by step, `running.executor` is what
-computes, and `ledger` has what is open. Owns the order in which weights, memory and requests change together. One
+Joins its parts: `admission` takes requests in, `pipeline` has those that are open and computes them step by step,
+and `running.executor` is what computes. Owns the order in which weights, memory and requests change together. One
 thread owns the engine: nothing here is locked.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
@@ -19,21 +19,17 @@ from collections.abc import Collection, Iterable
 import torch
 
 from .admission import Admission
-from .cache.chains import Entry
-from .cache.prefix_cache import PrefixCache
+from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
-from .cache.states import StateSlots
 from .config import EngineConfig
-from .ledger import Ledger
 from .outputs.open_requests import Commit, OpenScore
-from .pipeline import Pipeline
+from .pipeline import Ledger, Pipeline
 from .request import InFlight, Output, Request, SampleDelta, Tag
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
-from .scheduling.prompts import SharedPrompts
-from .scheduling.recurrent import Intervals
-from .scheduling.scheduler import Scheduler
+from .scheduling.recurrent import Intervals, StateSlots
+from .scheduling.scheduler import Scheduler, SharedPrompts
 from .stats import EngineStats, PoolStats
 
 

@@ -22,9 +22,8 @@ from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.keys import client_keys, use_curve
 from trueroll.rollout.network.router import Peer
-from trueroll.rollout.worker.dispatch import Dispatch
 from trueroll.rollout.worker.engine_thread import ServedEngine
-from trueroll.rollout.worker.worker import Worker
+from trueroll.rollout.worker.worker import Dispatch, Worker
 
 RECEIVE_MS = 60_000
 

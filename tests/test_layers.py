@@ -79,62 +79,41 @@ KERNELS = {
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
-    "columns": set(),
-    "request": {"columns"},
+    "request": set(),
     "config": {"request"},
     "stats": set(),
     "outputs.routes": set(),
     "outputs.stop_strings": {"models"},
-    "outputs.draw_records": {"request"},
-    "outputs.open_requests": OUTPUTS | {"columns"},
-    "outputs.growth": OUTPUTS,
+    "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),
     "cache.lending": {"cache.memory"},
-    "cache.pool": set(),
-    "cache.chains": {"request"},
-    "cache.claims": {"cache.chains"},
-    "cache.tables": {"cache.chains", "cache.pool"},
-    "cache.prefix_cache": {"cache.chains", "cache.claims", "cache.pool", "cache.tables", "request"},
-    "cache.states": {"cache.chains"},
-    "cache.routes": {"cache.chains"},
-    "scheduling.sequence": {"outputs", "cache.chains", "cache.tables"},
-    "scheduling.lanes": {"outputs", "scheduling.sequence"},
-    "scheduling.recurrent": {"cache.chains", "cache.states", "scheduling.lanes", "scheduling.sequence"},
-    "scheduling.scheduler": {"outputs", "cache.chains", "cache.prefix_cache", "cache.routes", "cache.states"}
-    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "running", "sequence", "starting", "stats", "waiting")},
-    "scheduling.stats": set(),
-    "scheduling.running": {"outputs", "cache.prefix_cache", "cache.states", "cache.tables"}
-    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence", "waiting")},
-    "scheduling.starting": {"cache.chains", "cache.prefix_cache", "cache.routes"}
-    | {f"scheduling.{name}" for name in ("recurrent", "running", "sequence", "stats", "waiting")},
-    "scheduling.waiting": {"scheduling.sequence"},
-    "scheduling.prompts": {"cache.chains", "request", "scheduling.sequence"},
+    "cache.prefix_cache": {"request"},
+    "cache.routes": {"cache.prefix_cache"},
+    "scheduling.sequence": {"outputs", "cache.prefix_cache"},
+    "scheduling.recurrent": {"cache.prefix_cache", "scheduling.sequence"},
+    "scheduling.scheduler": OUTPUTS
+    | {"cache.prefix_cache", "cache.routes"}
+    | {f"scheduling.{name}" for name in ("recurrent", "sequence")},
     "models": {"models"},
-    "running.draws": OUTPUTS,
-    "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
-    "running.sampler": OUTPUTS | {"running.draws"},
-    "running.lane_state": {"running.draws"},
-    "running.model_runner": {"cache.memory", "models", "running.lane_state", "running.step"},
+    "running.step": OUTPUTS | {"scheduling.sequence"},
+    "running.sampler": OUTPUTS | {"running.step"},
+    "running.model_runner": {"cache.memory", "models", "running.step"},
     "running.experts": {"outputs.routes"},
-    "running.graphs": {"models", "running.lane_state", "running.model_runner", "running.sampler", "running.step"},
+    "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.lending", "cache.memory", "models"},
     "running.planner": {"config"},
     "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
-    | {
-        f"running.{name}"
-        for name in ("experts", "graphs", "lane_state", "loading", "model_runner", "sampler", "step", "warm_up")
-    }
+    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "sampler", "step", "warm_up")}
     | {"running.weights"},
-    "ledger": OUTPUTS | {"scheduling.sequence"},
-    "admission": OUTPUTS
-    | {"cache.chains", "columns", "ledger", "running.loading"}
-    | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
     "pipeline": OUTPUTS
-    | {"ledger", "running.executor", "running.sampler", "running.step"}
-    | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
+    | {"running.executor", "running.sampler", "running.step"}
+    | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
+    "admission": OUTPUTS
+    | {"cache.prefix_cache", "pipeline", "running.loading"}
+    | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = set()
@@ -179,7 +158,7 @@ ROLLOUT = {
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 
-WORDS_OF_THE_ENGINE = {"engine.columns", "engine.request", "kernels.spellings"}
+WORDS_OF_THE_ENGINE = {"engine.request", "kernels.spellings"}
 RUNS_AN_ENGINE = {
     "rollout.worker.process",
     "rollout.tools.verify",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from .chains import Entry
+from .prefix_cache import Entry
 
 
 class RouteRecords:

@@ -27,9 +27,8 @@ from ..outputs.routes import RouteFormat
 from ..request import Tag
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
-from .lane_state import LaneState
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
-from .model_runner import ModelRunner
+from .model_runner import LaneState, ModelRunner
 from .sampler import Drawing, Drawn, Sampler
 from .step import ScoredRows, Step
 from .warm_up import is_needed, warm_up

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
 from ..models.decoder import ModelOutput
-from .lane_state import LaneState
-from .model_runner import ModelRunner
+from .model_runner import LaneState, ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
 

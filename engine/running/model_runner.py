@@ -1,5 +1,5 @@
-"""Runs the model on a step. Owns the tensors of KV blocks and of recurrent states; knows nothing of requests, and waits
-for nothing.
+"""Runs the model on a step. Owns the tensors of KV blocks and of recurrent states, and what the device itself keeps of
+running sequences from step to step (`LaneState`). Knows nothing of requests, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import to_device
 from ..cache.memory import bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
-from .lane_state import LaneState
-from .step import Step
+from .step import NO_LANE, Draws, Step
+
+
+class LaneState:
+    """`last_tokens`: int64 [capacity + 1], the last token that was drawn for each lane; the last element is of none."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.last_tokens = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def update(self, draws: Draws, token_ids: Tensor) -> None:
+        """Take the tokens of draws, int64 [R], without waiting for them."""
+        none = len(self.last_tokens) - 1
+        lanes = np.where(draws.lanes == NO_LANE, none, draws.lanes)
+        self.last_tokens.index_copy_(0, to_device(torch.from_numpy(lanes), token_ids.device), token_ids)
 
 
 class ModelRunner:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ...kernels.transfer import HostCopy, to_device
-from ..outputs.draw_records import BASES, DRAW, DrawRecord, divisor
+from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
-from .draws import Draws
+from .step import Draws
 
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64

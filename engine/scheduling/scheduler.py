@@ -4,8 +4,9 @@ One idea: each sequence has `num_tokens` and `num_computed`, and every step lets
 under a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that
 one case.
 
-Owns the waiting and the running sequences, of which the lowest `order` goes first. Does not know what is sampled or why
-one ends.
+`SharedPrompts` owns which prompts are being computed, so that a request with the same one can join; `Waiting` the
+sequences that wait, `Running` those that run, with all that each of them holds; `Starter` decides whether a waiting one
+can start, and `Scheduler` plans the step. None of them knows what is sampled or why a sequence ends.
 
 A step takes running decodes first, then chunks of running prompts, then admissions, so that a prompt of any length
 delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
@@ -16,23 +17,307 @@ of them is there; those after it may be admitted before. Planning a step costs n
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import chain
 
 import numpy as np
 
-from ..cache.chains import Entry
-from ..cache.prefix_cache import PrefixCache
+from ..cache.prefix_cache import Chain, Entry, PrefixCache, Table
 from ..cache.routes import RouteRecords
-from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from ..outputs.routes import Routes
-from .lanes import Lanes
-from .recurrent import NO_CHECKPOINTS, Intervals
-from .running import Running
-from .sequence import Chunks, Sequence
-from .starting import Outcome, Starter
-from .stats import SchedulerStats
-from .waiting import Waiting
+from ..request import ContentSpan
+from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates, Slots, StateSlots
+from .sequence import Chunks, Generation, Lanes, Sequence
+
+_Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
+
+
+class SharedPrompts:
+    """By the tokens of a prompt and what else identifies its blocks: the sequence that computes it, until its first
+    token is drawn.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[_Key, Sequence] = {}
+
+    def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
+        """The sequence that computes the prompt of these tokens and this chain; its samples may still grow in number.
+        None if a sequence of one with records is wanted, and there is but one without, or the other way round.
+        """
+        return self._sequences.get(_key_of(tokens, chain))
+
+    def add(self, sequence: Sequence) -> None:
+        """Lets others join a sequence that has a prompt and nothing else."""
+        self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
+
+    def close(self, sequence: Sequence) -> None:
+        """No further request may join this computation of a prompt."""
+        key = _key_of(sequence.tokens, sequence.chain)
+        if self._sequences.get(key) is sequence:
+            del self._sequences[key]
+
+    def clear(self) -> None:
+        """No further request may join any of them."""
+        self._sequences.clear()
+
+
+def _key_of(tokens: array[int], chain: Chain) -> _Key:
+    return tokens.tobytes(), chain.salt, tuple(chain.spans), chain.has_records
+
+
+@dataclass
+class SchedulerStats:
+    """Lifetime counters.
+
+    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
+    that were found, and computed all the same for want of a checkpoint of their state, or of the routed experts that
+    were asked for. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how often
+    one lost them to `recompute_running`.
+    """
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    shortened_hits: int = 0
+    computed_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+    deferred_admissions: int = 0
+
+
+def order_of(sequence: Sequence) -> tuple[int, int]:
+    """By which sequences are sorted; no two have the same."""
+    return sequence.order
+
+
+def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Takes a sequence out of a sorted list."""
+    position = bisect_left(sequences, sequence.order, key=order_of)
+    assert sequences[position] is sequence
+    del sequences[position]
+
+
+class Waiting:
+    """`ready`: those to be looked at, sorted. To look up one is to hash its prompt, so those set aside cost nothing."""
+
+    def __init__(self) -> None:
+        self.ready: list[Sequence] = []
+        self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
+
+    def __len__(self) -> int:
+        return len(self.ready) + self.num_aside
+
+    @property
+    def num_aside(self) -> int:
+        """How many are set aside."""
+        return sum(map(len, self._aside.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait, for whatever, sorted."""
+        return iter(sorted([*self.ready, *chain.from_iterable(self._aside.values())], key=order_of))
+
+    def add(self, sequence: Sequence) -> None:
+        """One more to be looked at."""
+        insort(self.ready, sequence, key=order_of)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It waits no more, wherever it is."""
+        if sequence.claim is None:
+            remove_from(self.ready, sequence)
+        else:
+            self._aside[sequence.claim].remove(sequence)
+
+    def set_aside(self, sequence: Sequence, claim: bytes) -> None:
+        """Not to be looked at before the block `claim` is there."""
+        remove_from(self.ready, sequence)
+        sequence.claim = claim
+        self._aside.setdefault(claim, set()).add(sequence)
+
+    def take_back(self, is_under_way: Callable[[bytes], bool]) -> None:
+        """Lets those be looked at again for whom there is nothing to wait for any more."""
+        over = [key for key in self._aside if not is_under_way(key)]
+        for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
+            sequence.claim = None
+            self.ready.append(sequence)
+        if over:
+            self.ready.sort(key=order_of)
+
+
+class Running:
+    """At most `capacity` sequences. `sequences`: sorted. `lanes`: their counters. `states`: their recurrent states."""
+
+    def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots, intervals: Intervals) -> None:
+        self.lanes = Lanes(capacity, len(cache.tables.windows))
+        self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals)
+        self.sequences: list[Sequence] = []
+        self._cache, self._capacity = cache, capacity
+        self._order: np.ndarray | None = None  # the lanes of `sequences`, until these change
+        # Of a block that was given back since, nothing is read before it is written.
+        self._block_copies = self._no_copies()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence may run."""
+        return len(self.sequences) < self._capacity
+
+    def in_order(self) -> np.ndarray:
+        """The lanes of the sequences, int64."""
+        if self._order is None:
+            self._order = np.array([sequence.lane for sequence in self.sequences], np.int64)
+        return self._order
+
+    def enter(self, sequence: Sequence, table: Table, num_computed: int, slots: Slots) -> None:
+        """A sequence begins to run, with a table that has KV of its first `num_computed` tokens."""
+        sequence.table = table
+        insort(self.sequences, sequence, key=order_of)
+        self.lanes.enter(sequence, num_computed, *slots)
+        self._order = None
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence runs no longer: take all that it holds."""
+        self._cache.claims.withdraw(sequence.chain)
+        self._cache.tables.release(sequence.table)
+        self.states.release(sequence)
+        sequence.table = Table()
+        remove_from(self.sequences, sequence)
+        self.lanes.leave(sequence)
+        self._order = None
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give a sequence so many more blocks of each group; there are enough."""
+        self._cache.tables.extend(sequence.table, num_blocks)
+        self.lanes.add_blocks(sequence)
+
+    def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
+        """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
+        and then its own first `token`.
+
+        It shares the full blocks; the one that is left, if any, is copied before the next step. Without room to run, or
+        if the parent has lost its blocks, the second one does not run: it holds nothing.
+        """
+        chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
+        child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.routes = None if parent.routes is None else parent.routes.fork()
+        num_fresh = len(parent.table) - parent.num_computed // self._cache.block_size
+        has_room = self.has_room and num_fresh <= self._cache.tables.num_available
+        slots = self.states.fork(parent) if has_room and parent.table else None
+        if slots is not None:
+            table, copies = self._cache.tables.fork(parent.table, parent.num_computed)
+            self.enter(child, table, parent.num_computed, slots)
+            for pending, new in zip(self._block_copies, copies, strict=True):
+                pending.update(new)
+        return child
+
+    def take_block_copies(self) -> list[dict[int, int]]:
+        """What has to be copied before the next step computes anything, once: of each group destination to source."""
+        copies, self._block_copies = self._block_copies, self._no_copies()
+        return copies
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless these sequences account for every block, slot and lane."""
+        self._cache.check_integrity(sequence.table for sequence in self.sequences)
+        self.states.check_integrity(self.sequences)
+        self.lanes.check(self.sequences)
+
+    def _no_copies(self) -> list[dict[int, int]]:
+        return [{} for _ in self._cache.tables.windows]
+
+
+class Outcome(Enum):
+    """What became of a waiting sequence in this step."""
+
+    STARTED = auto()
+    WAIT_FOR_PREFIX = auto()
+    WAIT_FOR_BLOCKS = auto()
+
+
+class Starter:
+    """Moves sequences from `waiting` to `running`. `routes`: of a model with experts, which ones were chosen in
+    published prefixes. `chunk`: the most tokens that a sequence computes in a step.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        waiting: Waiting,
+        running: Running,
+        routes: RouteRecords | None,
+        chunk: int,
+        stats: SchedulerStats,
+    ) -> None:
+        self._cache, self._routes, self._chunk, self._stats = cache, routes, chunk, stats
+        self._waiting, self._running, self._states = waiting, running, running.states
+
+    def start(self, sequence: Sequence) -> Outcome:
+        """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room. One that
+        waits for a prefix is set aside.
+        """
+        cache = self._cache
+        if sequence.chain.epoch != cache.identity.epoch:
+            self._renew(sequence)
+        # The last token is always computed: its logits are needed. A score request needs the logits of every token.
+        limit = sequence.num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
+        found = cache.lookup(sequence.chain, sequence.tokens, limit)
+        hits = self._recorded(sequence, found)
+        resumed = cache.deepest(hits, self._states.slots.is_ready) if self._states.slots.num_slots else hits
+        awaited = cache.find_claim(sequence.chain, len(hits), limit) or self._states.branches.find(
+            sequence, len(resumed), len(hits)
+        )
+        if awaited is not None:
+            self._waiting.set_aside(sequence, awaited)
+            return Outcome.WAIT_FOR_PREFIX
+        if not cache.tables.can_hold(resumed, sequence.num_tokens, self._chunk):
+            return Outcome.WAIT_FOR_BLOCKS
+        slots = self._states.begin(resumed)
+        if slots is None:
+            return Outcome.WAIT_FOR_BLOCKS
+        if len(resumed) < len(hits) and self._states.slots.budget:
+            self._states.branches.expect(sequence, len(hits))
+        self._begin(sequence, resumed, slots)
+        self._stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
+        return Outcome.STARTED
+
+    def is_under_way(self, key: bytes) -> bool:
+        """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
+        return key in self._cache.claims or key in self._states.branches
+
+    def _renew(self, sequence: Sequence) -> None:
+        """Gives a sequence a chain of the current epoch."""
+        sequence.chain = self._cache.identity.restart(sequence.chain)
+        if sequence.routes is not None:
+            sequence.routes.fresh = sequence.routes.num_rows
+
+    def _recorded(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
+        """What a sequence can use of its hits: where it needs their routed experts, those before the first one without.
+        The others it computes again.
+        """
+        if self._routes is None or not sequence.needs_routes:
+            return hits
+        recorded = self._routes.recorded(hits)
+        return recorded if len(recorded) == len(hits) else self._cache.deepest(recorded)
+
+    def _begin(self, sequence: Sequence, hits: list[Entry], slots: Slots) -> None:
+        cache = self._cache
+        sequence.chain.entries = hits
+        if self._routes is not None and sequence.routes is not None and sequence.needs_routes:
+            sequence.routes.begin(self._routes.rows(hits))
+        cache.claims.add(sequence.chain)
+        self._waiting.remove(sequence)
+        self._running.enter(sequence, cache.tables.allocate(hits, 0), len(hits) * cache.block_size, slots)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed
+            self._stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
+            self._stats.prefix_hits += sequence.num_computed
+
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32

@@ -49,7 +49,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
-from trueroll.engine.outputs.draw_records import DrawRecord
+from trueroll.engine.outputs.open_requests import DrawRecord
 from trueroll.engine.running.step import takers_of
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Generation, Sequence

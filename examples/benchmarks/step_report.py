@@ -29,8 +29,8 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelOutput
 from trueroll.engine.request import GenerateRequest, SamplingParams
-from trueroll.engine.running.lane_state import LaneState
 from trueroll.engine.running.loading import load_dummy
+from trueroll.engine.running.model_runner import LaneState
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Generation, Sequence
 

@@ -46,11 +46,9 @@ from ...engine.request import (
 )
 from .. import protocol
 from ..network.keys import Key
-from .connection import Connection
+from .connection import Connection, Inbox, Received
 from .continuation import joined
-from .inbox import Inbox
 from .loop_thread import LoopThread
-from .received import Received
 from .requests import (
     ParamsArg,
     Prompts,

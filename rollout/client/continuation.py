@@ -14,8 +14,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.columns import columns_of, join
-from ...engine.request import SampleOutput, SamplingParams, WeightSpan, seed_before
+from ...engine.request import SampleOutput, SamplingParams, WeightSpan, columns_of, join, seed_before
 from ..protocol import tokens_to_bytes
 
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from trueroll.errors import WorkerLostError
 
-from ...engine.columns import columns_of, cut
-from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan
+from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, columns_of, cut
 from ..client.client import AsyncRolloutClient
 from .answers import STEP_ENTRIES
 from .errors import HttpError

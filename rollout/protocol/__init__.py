@@ -1,6 +1,6 @@
 """The messages between client and worker: `messages` has their fields, `codec` their form on the wire, `arrays` what
-they carry, `columns` which fields carry what is recorded of tokens, `growth` a sample put together from them, and
-`error_codes` the words for errors. Imports no torch.
+they carry, which fields carry what is recorded of tokens, and a sample put together from them, and `error_codes` the
+words for errors. Imports no torch.
 """
 
 from ...weight_sync.payload.messages import (
@@ -20,8 +20,10 @@ from ...weight_sync.payload.messages import (
     new_id,
 )
 from .arrays import (
+    Growth,
     bytes_to_tokens,
     delta_message,
+    delta_of,
     error_message,
     sample_delta,
     sample_message,
@@ -41,7 +43,6 @@ from .codec import (
     id_in,
     message_types,
 )
-from .growth import Growth, delta_of
 from .messages import (
     ALL_TAGS,
     MAX_ACK_IDS,

@@ -5,17 +5,73 @@ Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-prob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from trueroll.errors import InvalidRequestError, TruerollError, brief
 
-from ...engine.columns import columns_of, fields
-from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan, plain
-from .columns import columns_within, fields_for
+from ...engine.request import (
+    COLUMNS,
+    LOGPROBS,
+    TOKENS,
+    TOPS,
+    Column,
+    Columns,
+    SampleDelta,
+    SampleOutput,
+    ScoreOutput,
+    WeightSpan,
+    columns_of,
+    fields,
+    plain,
+)
 from .error_codes import told
-from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span
+from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span, TopArrays
+
+_TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
+
+Carrier: TypeAlias = FinishedSample | Delta | Scores
+
+
+def bytes_within(message: Carrier) -> dict[Column, bytes]:
+    """The columns that a message carries, as bytes."""
+    found = {} if message.logprobs is None else {LOGPROBS: message.logprobs}
+    if message.tops is not None:
+        found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
+    return found
+
+
+def num_listed(message: Carrier) -> int:
+    """How many elements the listed columns of a message have for a token."""
+    return 0 if message.tops is None else message.tops.k
+
+
+def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
+    """The fields of a message that carry columns, of which the listed ones have `k` elements for a token."""
+    tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
+    return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
+
+
+def columns_within(message: Carrier) -> Columns:
+    """The columns that a message carries, as writable arrays."""
+    found, k = bytes_within(message), num_listed(message)
+    rows = next((len(content) // column.num_bytes(k) for column, content in found.items()), 0)
+    return {
+        column.name: np.frombuffer(content, column.dtype).reshape(column.shape(rows, k)).copy()
+        for column, content in found.items()
+    }
+
+
+def fields_for(columns: Columns) -> dict[str, Any]:
+    """The fields of a message that carry these columns."""
+    content = {
+        column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
+    }
+    listed = [columns[column.name].shape[1] for column in content if column.is_listed]
+    return fields_of(content, max(listed, default=0))
+
 
 _BOOLEANS = frozenset((bool, np.bool_))
 
@@ -150,3 +206,69 @@ def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
     return tuple((span.version, span.start, span.end) for span in versions)
+
+
+class Growth:
+    """A sample from its first token on, as far as `first` and what was put behind it say.
+
+    `first` begins with token 0; its id and its index are the sample's.
+    """
+
+    def __init__(self, first: Delta) -> None:
+        self.id, self.index = first.id, first.index
+        self._k = num_listed(first)
+        self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are known."""
+        return len(self._columns[TOKENS]) // 4
+
+    def put(self, delta: Delta) -> bool:
+        """Adds what is new in a delta. False, and nothing changes, if it differs from what is known or leaves tokens
+        out.
+        """
+        found, num_known = _columns(delta), self.num_tokens - delta.start
+        if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
+            return False
+        widths = {column: column.num_bytes(self._k) for column in found}
+        known = self._columns
+        if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
+            return False
+        for column, new in found.items():
+            known[column] += new[widths[column] * num_known :]
+        return True
+
+    def part(self, start: int, max_bytes: int | None = None) -> Delta:
+        """The tokens from `start` on; with `max_bytes` only those which take no more than that, but at least one."""
+        widths = {column: column.num_bytes(self._k) for column in self._columns}
+        room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
+        content = {
+            column: bytes(known[widths[column] * start : widths[column] * (start + room)])
+            for column, known in self._columns.items()
+        }
+        token_ids = content.pop(TOKENS)
+        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._k))
+
+
+def delta_of(sample: FinishedSample) -> Delta:
+    """All of a finished sample, as one delta."""
+    return Delta(
+        id=sample.id,
+        index=sample.index,
+        start=0,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        tops=sample.tops,
+    )
+
+
+def _columns(delta: Delta) -> dict[Column, bytes]:
+    """The tokens of a delta, and their columns."""
+    return {TOKENS: delta.token_ids, **bytes_within(delta)}
+
+
+def _agree(known: bytearray, new: bytes, start: int) -> bool:
+    """Whether what begins at byte `start` has the bytes that are known, as far as both go."""
+    count = min(len(known) - start, len(new))
+    return known[start : start + count] == new[:count]

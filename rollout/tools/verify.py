@@ -24,10 +24,9 @@ from rich.table import Table
 
 from trueroll.errors import printable
 
-from ...engine.columns import columns_of
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest
+from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (

@@ -1,8 +1,8 @@
 """The requests of a worker, from their submission to their one terminal reply.
 
-Owns: each request with all that hangs on it, wherever it is: its entry (`ledger`), its place among those that the
-engine was not given yet (`waiting_room`), who reads how it grows (`streams`), and the aborts of it that are under way.
-Does not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
+Owns: each request with all that hangs on it, wherever it is: its entry (`ledger`), whether it is admitted, its place
+among those that the engine was not given yet (`WaitingRoom`), who reads how it grows (`Streams`), and the aborts of it
+that are under way. Does not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
 
 Promises: every accepted request gets exactly one terminal reply for each time that it was submitted, unless its client
 does not read. However a request ends (finished, failed, aborted, refused, with its owner or with the worker), it passes
@@ -11,21 +11,393 @@ does not read. However a request ends (finished, failed, aborted, refused, with 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
-from trueroll.errors import TruerollError, UnknownRequestError
+import numpy as np
 
-from ...engine.request import GenerateRequest, Output, Request, SampleDelta, SampleOutput, ScoreRequest, seed_of
-from .. import protocol
+from trueroll.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    StaleWeightsError,
+    TruerollError,
+    UnavailableError,
+    UnknownRequestError,
+)
+
+from ...engine.request import (
+    GenerateRequest,
+    Output,
+    Request,
+    SampleDelta,
+    SampleOutput,
+    ScoreOutput,
+    ScoreRequest,
+    check_length,
+    derive_seed,
+    seed_of,
+)
+from ...rollout import protocol
 from ..config import WorkerConfig
-from .admission import Conditions, check_admission, check_joining, check_succession
+from ..protocol import Delta, Deltas, Generate, GetScores, Growth, State
 from .calls import Calls
 from .engine_thread import Add, Command, End, Ended, Run, Stream
-from .ledger import Entry, Ledger, Submission, asked_by, num_streamed_by
-from .streams import Streams
-from .users import salt_of, scoped
-from .waiting_room import Waiting, WaitingRoom
+from .ledger import Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
+
+MOST_CALLERS = 1024
+"""Who may ask for the same request by different names."""
+
+
+class Conditions(NamedTuple):
+    """How a worker stands, as far as it matters to a new request. `takes_requests`: the engine may be given one now.
+    `version`: of the weights in use, and `max_model_len`, in tokens; None until the model has loaded.
+    """
+
+    state: State
+    is_ending: bool
+    takes_requests: bool
+    version: int | None
+    max_model_len: int | None
+
+
+def check_admission(
+    message: Generate | GetScores, conditions: Conditions, config: WorkerConfig, ledger: Ledger
+) -> None:
+    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError unless it may come in."""
+    _check_state(conditions, config)
+    num_samples = message.params.n if isinstance(message, Generate) else 1
+    if num_samples > config.max_n:
+        text = f"n: expected at most max_n = {config.max_n}, found {num_samples}"
+        raise InvalidRequestError(text, field="n", value=num_samples, limit=config.max_n)
+    _check_limit(config, "max_queued_requests", len(ledger.open), 1)
+    _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
+    _check_limit(config, "max_queued_bytes", ledger.num_bytes_open, num_bytes_of(message))
+    if conditions.takes_requests and (version := conditions.version) is not None:
+        if not (message.wait_for_weights or serves(message, version)):
+            raise too_old(message, version)
+    if conditions.max_model_len is not None:
+        check_length(*_length(message), conditions.max_model_len)
+
+
+def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """Raise QueueFullError unless one more may ask for a known request."""
+    is_open = entry.key in ledger.open
+    if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
+        raise _too_many("who wait for", entry, most)
+    if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
+        raise _too_many("callers of", entry, MOST_CALLERS)
+    if is_open:
+        _check_room_to_wait(submission, config, ledger)
+
+
+def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """Raise QueueFullError unless one more may wait for the end of an open request."""
+    if len(entry.successors) >= (most := config.max_queued_requests):
+        raise _too_many("who wait for the end of", entry, most)
+    _check_room_to_wait(submission, config, ledger)
+
+
+def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """For what is known already there is room of its own, as whoever lost a connection asks again."""
+    more, of = submission.num_bytes, " for who waits for known requests"
+    _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
+
+
+def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
+    return QueueFullError(
+        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later",
+        value=most + 1,
+        limit=most,
+    )
+
+
+def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
+    state = conditions.state
+    if conditions.is_ending or state == "failed":
+        raise UnavailableError(f"worker: found state {state}, in which it ends; use another worker", value=state)
+    if config.while_unavailable == "reject" and state not in ("loading", "ready"):
+        raise UnavailableError(
+            f"worker: expected state ready, found {state}; try again later, or start the worker with "
+            "while_unavailable = queue",
+            value=state,
+        )
+
+
+def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
+    if held + more > (most := getattr(config, limit)):
+        raise QueueFullError(
+            f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again",
+            field=limit,
+            value=held + more,
+            limit=most,
+        )
+
+
+def _length(message: Generate | GetScores) -> tuple[str, int, int]:
+    """The field with the prompt, its tokens, and how many may follow."""
+    if isinstance(message, GetScores):
+        return "token_ids", len(message.token_ids) // 4, 0
+    num_new = 1 if (most := message.params.max_tokens) is None else most
+    return "prompt_token_ids", len(message.prompt_token_ids) // 4, num_new
+
+
+MOST_BYTES = 2**20
+"""Of a message, unless a single token takes more."""
+Reader: TypeAlias = tuple[bytes, str | None]
+"""The identity of a connection, and the caller behind it."""
+_Place: TypeAlias = tuple[str, int]
+"""A sample: the key of its request, and its index."""
+
+
+@dataclass
+class _Stream:
+    """A request: its samples as far as they are known, and who reads them."""
+
+    growths: dict[int, Growth] = field(default_factory=dict)
+    readers: set[Reader] = field(default_factory=set)
+
+
+@dataclass
+class _Progress:
+    """Of a reader. `keys`: the requests that it streams. `told`: of how many tokens. `due`: where there are more."""
+
+    keys: set[str] = field(default_factory=set)
+    told: dict[_Place, int] = field(default_factory=dict)
+    due: dict[_Place, None] = field(default_factory=dict)
+
+    def forget(self, place: _Place) -> None:
+        self.told.pop(place, None)
+        self.due.pop(place, None)
+
+
+class Streams:
+    """Requests by key. `send` gives a connection a message; `takes` tells whether it has read what was sent before.
+
+    Owns: the tokens so far of unfinished samples that somebody streams, once, whoever reads them; who reads, and where
+    each reader is. Does not own: sockets, the ledger, or the replies that end a sample.
+
+    Promises: a reader is told of each token once and in order, from the first one, however late it came, until the
+    sample ends: what it was not told of by then is in the sample. All that it has not been told of goes out in one
+    message (in several where that is more than about `MOST_BYTES`), once it has read what was sent before: one that
+    does not read costs its place in each sample, however far they grow. A request that nobody streams costs nothing.
+    """
+
+    def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
+        self._send, self._takes = send, takes
+        self._streams: dict[str, _Stream] = {}
+        self._progress: dict[Reader, _Progress] = {}
+        self._by_identity: defaultdict[bytes, set[Reader]] = defaultdict(set)
+        self._due: dict[Reader, None] = {}
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a request is streamed."""
+        return key in self._streams
+
+    def add(self, key: str, reader: Reader) -> None:
+        """One more reader of a request; one that is there already begins anew."""
+        self._remove(key, reader)
+        stream = self._streams.setdefault(key, _Stream())
+        stream.readers.add(reader)
+        self._progress.setdefault(reader, _Progress()).keys.add(key)
+        self._by_identity[reader[0]].add(reader)
+        for index in stream.growths:
+            self._fall_due(reader, (key, index))
+
+    def grow(self, key: str, delta: Delta) -> None:
+        """What a sample of a streamed request has got."""
+        stream = self._streams[key]
+        growth = stream.growths.get(delta.index)
+        if growth is None:
+            stream.growths[delta.index] = Growth(delta)
+        elif not growth.put(delta):
+            raise RuntimeError(f"streams: expected tokens of {key!r} from {growth.num_tokens} on, found {delta.start}")
+        for reader in stream.readers:
+            self._fall_due(reader, (key, delta.index))
+
+    def end_sample(self, key: str, index: int) -> None:
+        """The sample has ended: nobody is told more of it."""
+        if stream := self._streams.get(key):
+            stream.growths.pop(index, None)
+            for reader in stream.readers:
+                self._progress[reader].forget((key, index))
+
+    def end(self, key: str) -> None:
+        """The request has ended."""
+        if stream := self._streams.get(key):
+            for reader in list(stream.readers):
+                self._remove(key, reader)
+            del self._streams[key]
+
+    def withdraw(self, key: str, caller: str) -> None:
+        """`caller` wants nothing more of a request."""
+        if stream := self._streams.get(key):
+            for reader in [reader for reader in stream.readers if reader[1] == caller]:
+                self._remove(key, reader)
+
+    def lose(self, identity: bytes) -> None:
+        """A connection gets no more replies."""
+        for reader in list(self._by_identity.get(identity, ())):
+            for key in list(self._progress[reader].keys):
+                self._remove(key, reader)
+
+    def flush(self) -> None:
+        """Tells readers what they have not been told of, as far as each has read."""
+        for reader in list(self._due):
+            while reader in self._due and self._takes(reader[0]):
+                if parts := self._take(self._progress[reader]):
+                    self._send(reader[0], Deltas(samples=tuple(parts), caller=reader[1]))
+                else:
+                    del self._due[reader]
+
+    def _take(self, progress: _Progress) -> list[Delta]:
+        """What one message holds."""
+        parts: list[Delta] = []
+        room = MOST_BYTES
+        while progress.due and room > 0:
+            key, index = place = next(iter(progress.due))
+            growth = self._streams[key].growths[index]
+            part = growth.part(progress.told.get(place, 0), room)
+            parts.append(part)
+            room -= part.num_bytes
+            progress.told[place] = part.start + part.num_tokens
+            if progress.told[place] == growth.num_tokens:
+                del progress.due[place]
+        return parts
+
+    def _fall_due(self, reader: Reader, place: _Place) -> None:
+        self._progress[reader].due[place] = None
+        self._due[reader] = None
+
+    def _remove(self, key: str, reader: Reader) -> None:
+        progress = self._progress.get(reader)
+        if progress is None or key not in progress.keys:
+            return
+        progress.keys.remove(key)
+        stream = self._streams[key]
+        stream.readers.remove(reader)
+        for index in stream.growths:
+            progress.forget((key, index))
+        if not progress.keys:
+            self._forget(reader)
+
+    def _forget(self, reader: Reader) -> None:
+        del self._progress[reader]
+        self._due.pop(reader, None)
+        readers = self._by_identity[reader[0]]
+        readers.remove(reader)
+        if not readers:
+            del self._by_identity[reader[0]]
+
+
+@dataclass
+class Waiting:
+    """A request and the message that brought it. `ended`: samples that were aborted; 0 is a score."""
+
+    request: Request
+    message: Generate | GetScores
+    ended: set[int] = field(default_factory=set)
+
+    def abort(self, index: int | None) -> list[Output]:
+        """End sample `index`, or all that are left; empty if there is none of the kind."""
+        if not isinstance(self.request, GenerateRequest):
+            if index is not None or self.ended:
+                return []
+            self.ended.add(0)
+            return [_empty_scores(self.request.id)]
+        left = [i for i in range(self.request.params.n) if i not in self.ended]
+        chosen = [i for i in left if index in (None, i)]
+        self.ended.update(chosen)
+        return [_empty_sample(self.request, i) for i in chosen]
+
+
+class WaitingRoom:
+    """Requests by key.
+
+    Owns which of their samples have ended meanwhile. Does not own their ledger entries, nor the engine that it gives
+    them to. Promises: they leave in the order in which they came, those that wait for weights apart; to look at the
+    others costs nothing for those; what was aborted here is computed nowhere.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[str, Waiting] = {}
+        self._early: dict[str, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._due) + len(self._early)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._due or key in self._early
+
+    def add(self, key: str, waiting: Waiting) -> None:
+        """One more, to be looked at next."""
+        self._due[key] = waiting
+
+    def get(self, key: str) -> Waiting | None:
+        return self._due.get(key) or self._early.get(key)
+
+    def early(self, key: str) -> Waiting | None:
+        """The request, if it waits for weights."""
+        return self._early.get(key)
+
+    def discard(self, key: str) -> None:
+        """It has ended, or will not be served."""
+        self._due.pop(key, None)
+        self._early.pop(key, None)
+
+    def look_at_all(self) -> None:
+        """Other weights may be served now: `take_due` looks at those again that waited for some."""
+        self._due, self._early = self._early | self._due, {}
+
+    def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
+        """Those that can begin with weights `version`, and those that are refused for it.
+
+        `version` None: it is not known yet, so that whoever demands one waits.
+        """
+        due, self._due = self._due, {}
+        ready: dict[str, Waiting] = {}
+        refused: dict[str, StaleWeightsError] = {}
+        for key, waiting in due.items():
+            if serves(waiting.message, version):
+                ready[key] = waiting
+            elif version is None or waiting.message.wait_for_weights:
+                self._early[key] = waiting
+            else:
+                refused[key] = too_old(waiting.message, version)
+        return ready, refused
+
+    def take_early(self) -> list[Waiting]:
+        """Those that wait for weights, which will not come."""
+        early, self._early = self._early, {}
+        return list(early.values())
+
+
+def serves(message: Generate | GetScores, version: int | None) -> bool:
+    """Whether weights `version` are as new as a request demands."""
+    demanded = message.min_weight_version
+    return demanded is None or (version is not None and version >= demanded)
+
+
+def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
+    """What to tell whoever demands newer weights than those of `version`."""
+    return StaleWeightsError(
+        f"min_weight_version: expected weights of version {message.min_weight_version} or later, found version "
+        f"{version} served, as by a worker that was started anew; push again, or ask with wait_for_weights",
+        field="min_weight_version",
+        value=message.min_weight_version,
+        limit=version,
+    )
+
+
+def _empty_sample(request: GenerateRequest, index: int) -> SampleOutput:
+    assert request.params.seed is not None
+    seed = derive_seed(request.params.seed, index)
+    return SampleOutput.empty(request.id, index, seed, request.params)
+
+
+def _empty_scores(id: str) -> ScoreOutput:
+    return ScoreOutput(id, np.empty(0, np.float32), "abort", ())
 
 
 class Abortion(NamedTuple):

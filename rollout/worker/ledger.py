@@ -3,9 +3,10 @@
 Owns: which request ids of which users are in use, for which content, who waits for them, and what was replied so far.
 Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
 
-Promises: an id stands for one content for as long as it is known. An open entry is never dropped. Finished entries are
-kept, in the order in which they finished, until acknowledged or until the bounds push the oldest out. What was aborted
-goes to those alone who had asked for it by then. What a connection waits for is found without a look at anything else.
+Promises: an id stands for one content for as long as it is known, and a user's ids are nobody else's. An open entry is
+never dropped. Finished entries are kept, in the order in which they finished, until acknowledged or until the bounds
+push the oldest out. What was aborted goes to those alone who had asked for it by then. What a connection waits for is
+found without a look at anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,23 @@ from trueroll.errors import IdConflictError
 
 from ...engine.request import FinishReason, SamplingParams
 from ..protocol import Generate, GetScores
-from .users import scoped
+
+
+def scoped(user: str | None, id: str) -> str:
+    """The name of a user's id among those of all users. A user's name has no slash in it."""
+    return id if user is None else f"{user}/{id}"
+
+
+def salt_of(user: str | None, cache_salt: str | None) -> str | None:
+    """The salt that a request is computed with, for the one that it asks for.
+
+    Without one of its own, a user's requests share prefixes with each other alone, and no other user can name the salt
+    that they share them by. One that users agree on lets them share.
+    """
+    if user is None:
+        return cache_salt
+    return f"user:{user}" if cache_salt is None else f"named:{cache_salt}"
+
 
 FIXED_BYTES = 4096
 """Of a request beside its tokens."""

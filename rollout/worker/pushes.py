@@ -1,7 +1,7 @@
 """Pushes of weights as a worker takes them: the one under way, and the one whose weights are served.
 
 Owns: where pushes go, the push under way with its thread, and the calls that wait for that. Does not own: the
-transport and the arriving bytes (`weight_sync.worker.receiver`), nor when the engine is interrupted (`operations`). It
+transport and the arriving bytes (`weight_sync.worker.receiver`), nor when the engine is interrupted (`Operations`). It
 runs on the worker's thread; what takes long, staging a push, runs on the push's own.
 
 Promises: a push is committed as a whole or not at all, and one that breaks off leaves the weights as they were, or
@@ -25,9 +25,9 @@ from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from .. import protocol
 from ..monitoring.timings import Timings
 from .calls import Calls
+from .control import Operation, Operations, hangs
 from .engine_thread import ServedEngine
 from .lifecycle import Lifecycle, Standing
-from .operations import Operation, Operations, hangs
 
 if TYPE_CHECKING:
     from ...weight_sync.payload.manifest import LentSource

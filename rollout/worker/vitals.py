@@ -15,7 +15,7 @@ from .. import protocol
 from ..config import WorkerConfig
 from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
-from .admission import Conditions
+from .book import Conditions
 from .control import Control
 from .engine_thread import EngineThread
 from .ledger import Ledger

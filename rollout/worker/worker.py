@@ -1,53 +1,256 @@
 """The worker: a ZMQ ROUTER socket in front of one engine.
 
 Two threads: the one that calls `Worker.run` does all input and output, and the engine thread does all computing.
-Events of the engine come to the first through its `inbox`. Health and stats are answered from snapshots, also while a
+Events of the engine come to the first through its `Inbox`. Health and stats are answered from snapshots, also while a
 step runs long.
 
-Owns: the loop that brings messages and events to the parts that they are for, how the worker ends, and what is told of
-it. Does not own: messages (`dispatch`), requests (`book`), the state of the worker and pushes (`control`), the
-engine (`engine_thread`), connections (`router`).
-Promises: when the engine fails or the worker is told to end, everybody is answered
+Owns: the loop that brings messages (`Dispatch`) and events to the parts that they are for, what is read, checked and
+refused, how the worker ends (`Ending`), and what is told of it. Does not own: requests (`book`), the state of the
+worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
+
+Promises: no received bytes end the process; when the engine fails or the worker is told to end, everybody is answered
 before it does.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
-from trueroll.errors import TruerollError, UnavailableError, WorkerFailedError
+from trueroll.errors import (
+    ForbiddenError,
+    MessageTooLargeError,
+    ProtocolError,
+    TruerollError,
+    UnavailableError,
+    WorkerFailedError,
+)
 
+from ...rollout import protocol
 from ...weight_sync.transports.policy import PushPolicy
-from .. import protocol
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer, SourceMetrics
 from ..monitoring.timings import Timings
-from ..network.router import Router
+from ..network.keys import Role
+from ..network.router import Peer, Router
 from .book import RequestBook
 from .calls import Calls
 from .control import Control
-from .dispatch import Dispatch
-from .ending import ABORT_SECONDS, Ending
-from .engine_thread import (
-    Ended,
-    EngineThread,
-    Event,
-    Failed,
-    Finished,
-    Loaded,
-    Ran,
-    Refused,
-    ServedEngine,
-    Stop,
-)
-from .inbox import Inbox
+from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
 from .pushes import PushNews
 from .vitals import Vitals
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Items from any thread, for one that waits on `fileno`."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def put(self, item: T) -> None:
+        """One more, for the thread that waits. Callable from any thread."""
+        self._items.put(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the thread that waits look around. Callable from any thread, and from signal handlers."""
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            pass  # unread bytes are there already, and one is enough
+
+    def fileno(self) -> int:
+        """Readable once there is something to look at."""
+        return self._reader.fileno()
+
+    @property
+    def wake_fd(self) -> int:
+        """Any byte written here wakes; never blocks."""
+        return self._writer.fileno()
+
+    def clear(self) -> None:
+        """What was told by wakes is known; called when `fileno` is readable."""
+        self._reader.recv(4096)
+
+    def get(self) -> T | None:
+        """The next item; None if there is none."""
+        try:
+            return self._items.get_nowait()
+        except queue.Empty:
+            return None
+
+
+ABORT_SECONDS = 5.0
+"""How long the engine may take to abort what is left after the drain deadline."""
+FAILED_SECONDS = 0.5
+"""How long a failed worker still answers, so that a health check can see the state."""
+
+
+class Ending:
+    """`deadline`, in monotonic seconds: when the worker has to act at the latest. `is_aborting`: the engine was told to
+    end what is left.
+    """
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.deadline = float("inf")
+        self.is_aborting = False
+        self._drain_seconds = drain_seconds
+        self._num_asked = 0
+
+    def ask(self) -> None:
+        """The worker is to end; asked again, at once. Callable from any thread, and from signal handlers."""
+        self._num_asked += 1
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the worker is to end."""
+        return self._num_asked > 0
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it was asked again."""
+        return self._num_asked > 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the deadline is over."""
+        return time.monotonic() >= self.deadline
+
+    def start(self) -> None:
+        """What is under way may go on for the drain's time."""
+        self.deadline = time.monotonic() + self._drain_seconds
+
+    def hurry(self) -> None:
+        """What is under way may go on no longer, unless it is being aborted already."""
+        if not self.is_aborting:
+            self.deadline = time.monotonic()
+
+    def start_aborting(self) -> None:
+        """The engine was told to end what is left."""
+        self.is_aborting = True
+        self.deadline = time.monotonic() + ABORT_SECONDS
+
+    def fail(self) -> None:
+        """The worker has failed, and answers a little longer."""
+        self.deadline = time.monotonic() + FAILED_SECONDS
+
+
+ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
+"""Of a message. Reading costs time for each, and only a bucket of a push has many."""
+FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protocol.GetHealth | protocol.GetStats
+
+log = logging.getLogger(__name__)
+
+
+def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
+    """The message in frames. Raise ProtocolError or MessageTooLargeError, whatever the bytes are."""
+    frame = _only_frame(frames, max_message_bytes)
+    try:
+        return protocol.from_client(frame, ELEMENTS_BY_ROLE[role])
+    except TruerollError:
+        raise
+    except Exception as error:  # a fault of the libraries that read it, which must not become everybody's
+        log.exception("could not read a message of %d bytes", len(frame))
+        raise ProtocolError(f"message: expected one that can be read, found {type(error).__name__}") from None
+
+
+def _only_frame(frames: list[bytes], limit: int) -> bytes:
+    if len(frames) != 1:
+        found = len(frames)
+        text = f"message: expected one frame (a DEALER socket sends that), found {found}"
+        raise ProtocolError(text, value=found, limit=1)
+    if (found := len(frames[0])) > limit:
+        raise MessageTooLargeError(
+            f"message: expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit",
+            value=found,
+            limit=limit,
+        )
+    return frames[0]
+
+
+def check_peer(peer: Peer, message: protocol.Call) -> None:
+    """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if its
+    connection has ended where it matters: the replies could come to whoever gets the connection's identity next, or the
+    request was to end with it.
+    """
+    client = peer.client
+    if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
+        raise ForbiddenError(
+            f"{message.type}: expected a client with the role control, found {client.user} with the role "
+            f"{client.role}; use another key, or change the worker's clients_file and start it anew",
+            value=client.role,
+        )
+    # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
+    if client.user is not None and not peer.identity.startswith(b"\0"):
+        raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
+    needs_peer = client.user is not None or getattr(message, "while_connected", False)
+    if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
+        raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
+
+
+class Dispatch:
+    """Takes messages of at most `max_message_bytes` from `router`: requests go to `book`, questions to `vitals`, and
+    what controls the worker to `control`.
+    """
+
+    def __init__(
+        self, router: Router, book: RequestBook, control: Control, vitals: Vitals, max_message_bytes: int
+    ) -> None:
+        self._router, self._book, self._control, self._vitals = router, book, control, vitals
+        self._max_message_bytes = max_message_bytes
+
+    def take(self, peer: Peer, frames: list[bytes]) -> None:
+        """Act on a message of a client, or answer why not."""
+        if not frames:
+            return  # of a client that is to be told first that its replies are lost
+        try:
+            message = read(frames, peer.client.role, self._max_message_bytes)
+        except TruerollError as error:
+            log.debug("refused a message: %s", error.code)
+            self._refuse(peer, protocol.id_in(frames[-1]), error)
+            return
+        if isinstance(message, protocol.Ack):
+            self._book.acknowledge(peer.client.user, message)
+            return
+        try:
+            check_peer(peer, message)
+            self._handle(peer, message)
+        except TruerollError as error:
+            log.debug("refused a %s: %s", message.type, error.code)
+            self._refuse(peer, message.id, error, getattr(message, "caller", None))
+        except OSError as error:  # nothing that is known raises it; if something does, the worker goes on
+            log.exception("could not serve a %s", message.type)
+            refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
+            self._refuse(peer, message.id, refused, getattr(message, "caller", None))
+
+    def _handle(self, peer: Peer, message: protocol.Call) -> None:
+        identity, user = peer.identity, peer.client.user
+        match message:
+            case protocol.Generate() | protocol.GetScores():
+                self._book.submit(identity, user, message)
+            case protocol.Abort():
+                self._book.abort(identity, user, message)
+            case protocol.GetHealth():
+                self._router.send(identity, protocol.encode(self._vitals.health(message.id)))
+            case protocol.GetStats():
+                self._router.send(identity, protocol.encode(self._vitals.stats(message.id)))
+            case _:
+                self._control.handle(identity, message)
+
+    def _refuse(self, peer: Peer, id: str | None, error: TruerollError, caller: str | None = None) -> None:
+        self._router.send(peer.identity, protocol.encode(protocol.error_message(id, error, caller)))
+
 
 if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import Destination
@@ -56,8 +259,6 @@ MOST_CALLS = 1024
 """Calls to control the worker that may be under way, and times that one of them may be asked for."""
 TURN_SECONDS = 0.01
 """After so long with messages, other work has its turn; one message may take longer."""
-
-log = logging.getLogger(__name__)
 
 
 class Worker:

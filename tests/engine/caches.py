@@ -6,8 +6,7 @@ import zlib
 from array import array
 from typing import Any
 
-from trueroll.engine.cache.chains import BlockIdentity, Chain, Entry
-from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.cache.prefix_cache import BlockIdentity, Chain, Entry, PrefixCache
 
 
 class _CountingIdentity(BlockIdentity):

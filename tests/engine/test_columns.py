@@ -7,8 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from trueroll.engine.columns import COLUMNS, TOPS, GrowingColumns, columns_of, cut, fields, join, new_columns
-from trueroll.engine.request import SampleDelta, SampleOutput, SamplingParams, ScoreOutput
+from trueroll.engine.request import (
+    COLUMNS,
+    TOPS,
+    GrowingColumns,
+    SampleDelta,
+    SampleOutput,
+    SamplingParams,
+    ScoreOutput,
+    columns_of,
+    cut,
+    fields,
+    join,
+    new_columns,
+)
 
 
 @pytest.mark.parametrize("kind", [SampleOutput, SampleDelta, ScoreOutput])

@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from matrix import thinned
 
-from trueroll.engine.cache.chains import Chain, Entry
-from trueroll.engine.cache.pool import Pool
-from trueroll.engine.cache.prefix_cache import PrefixCache
-from trueroll.engine.cache.tables import Table
+from trueroll.engine.cache.prefix_cache import Chain, Entry, Pool, PrefixCache, Table
 
 from ..caches import CollidingCache, CountingCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trueroll.engine.cache.chains import Entry
+from trueroll.engine.cache.prefix_cache import Entry
 from trueroll.engine.cache.routes import RouteRecords
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
+from trueroll.engine.outputs.open_requests import DRAW, DrawRecord
 from trueroll.engine.request import Distribution, SamplingParams
-from trueroll.engine.running.draws import NO_LANE, Draws
 from trueroll.engine.running.sampler import Sampler
+from trueroll.engine.running.step import NO_LANE, Draws
 from trueroll.kernels.selection import select_backend
 
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2

@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueroll.engine.cache.chains import Chain
-from trueroll.engine.cache.tables import Table
-from trueroll.engine.outputs.draw_records import BASES, DrawRecord
-from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
+from trueroll.engine.cache.prefix_cache import Chain, Table
+from trueroll.engine.outputs.open_requests import BASES, DrawRecord, OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
-from trueroll.engine.running.draws import NO_LANE, Draws
-from trueroll.engine.running.step import Step, plan_step, takers_of
-from trueroll.engine.scheduling.lanes import Lanes
-from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Purpose, Sequence
+from trueroll.engine.running.step import NO_LANE, Draws, Step, plan_step, takers_of
+from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Lanes, Purpose, Sequence
 from trueroll.kernels.contract import GREEDY, SAMPLE
 
 BLOCK_SIZE = 4

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
-from trueroll.engine.cache.states import StateSlots
-from trueroll.engine.scheduling.recurrent import Intervals
+from trueroll.engine.scheduling.recurrent import Intervals, StateSlots
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Chunks, Sequence
 from trueroll.kernels.contract import NO_SLOT

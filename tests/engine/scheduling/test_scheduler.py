@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
-from trueroll.engine.outputs.draw_records import DrawRecord
-from trueroll.engine.outputs.open_requests import OpenScore
+from trueroll.engine.outputs.open_requests import DrawRecord, OpenScore
 from trueroll.engine.request import ScoreRequest
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Sequence

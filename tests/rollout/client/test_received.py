@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trueroll.engine.request import SampleDelta
 from trueroll.errors import ProtocolError
-from trueroll.rollout.client.received import Received
+from trueroll.rollout.client.connection import Received
 from trueroll.rollout.protocol import Delta, FinishedSample, TopArrays
 
 NUM_TOKENS = 8

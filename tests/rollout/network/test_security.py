@@ -47,15 +47,12 @@ from trueroll.errors import (
 from trueroll.rollout import RolloutClient, WeightPublisher, protocol
 from trueroll.rollout.client import connection
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.network import gate as gate_module
+from trueroll.rollout.network import router as gate_module
 from trueroll.rollout.network import router as router_module
-from trueroll.rollout.network.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.network.keys import Client, client_keys, read_clients, server_keys
-from trueroll.rollout.network.outboxes import Outboxes
-from trueroll.rollout.network.router import Peer, Router
-from trueroll.rollout.worker.admission import MOST_CALLERS
-from trueroll.rollout.worker.ledger import Entry, Ledger, Submission
-from trueroll.rollout.worker.users import scoped
+from trueroll.rollout.network.router import MAX_AHEAD_BYTES, MAX_SILENT, Gate, Outboxes, Peer, Router
+from trueroll.rollout.worker.book import MOST_CALLERS
+from trueroll.rollout.worker.ledger import Entry, Ledger, Submission, scoped
 from trueroll.rollout.worker.vitals import Vitals
 from trueroll.rollout.worker.worker import Worker
 

@@ -9,8 +9,7 @@ import pytest
 from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.worker.admission import Conditions
-from trueroll.rollout.worker.book import RequestBook
+from trueroll.rollout.worker.book import Conditions, RequestBook
 
 TOKENS = bytes(4 * 5)
 MESSAGES: dict[str, Any] = {

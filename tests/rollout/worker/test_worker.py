@@ -453,7 +453,7 @@ def test_unfinished_samples_are_limited_too(engine: FakeEngine) -> None:
 def test_a_failing_engine_answers_everybody_with_the_cause(
     engine: FakeEngine, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trueroll.rollout.worker.ending.FAILED_SECONDS", 2.0)
+    monkeypatch.setattr("trueroll.rollout.worker.worker.FAILED_SECONDS", 2.0)
     with serving(engine) as worker, RawClient(worker.address) as raw, RawClient(worker.address) as other:
         engine.gate.clear()
         other.generate("b", max_tokens=400)
