@@ -27,9 +27,9 @@ from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
 from .running.executor import Computation, Executor
 from .running.sampler import Drawn
-from .running.step import Takers, plan_step, takers_of
+from .running.step import plan_step
 from .scheduling.scheduler import Scheduler, SharedPrompts
-from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
+from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
 
 Entry: TypeAlias = OpenSample | OpenScore
 

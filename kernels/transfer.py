@@ -1,10 +1,12 @@
 """Copies between host and device that nobody waits for until their content is needed, and streams.
 
-On a CPU `to_device` copies nothing, and `HostCopy` copies at once: its tensor may change afterwards. On a GPU copies
+On a CPU `to_device` copies nothing, and `HostCopies` copies at once: its tensors may change afterwards. On a GPU copies
 are queued behind the kernels of the current stream, from and into pinned memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,21 +30,27 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-class HostCopy:
-    """What `tensor` holds at this point of the stream, on its way to the host."""
+def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """What `to_device` gives for each."""
+    return [to_device(tensor, device) for tensor in tensors]
 
-    def __init__(self, tensor: Tensor) -> None:
+
+class HostCopies:
+    """What `tensors`, which lie on one device, hold at this point of the stream, on its way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type != "cuda":
-            self._host = tensor.to("cpu", copy=True)
+        if not tensors or tensors[0].device.type != "cuda":
+            self._hosts = [tensor.to("cpu", copy=True) for tensor in tensors]
             return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
+        self._hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for host, tensor in zip(self._hosts, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
-    def wait(self) -> Tensor:
-        """The content, once it is there."""
+    def wait(self) -> list[Tensor]:
+        """The contents, once they are there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._host
+        return self._hosts

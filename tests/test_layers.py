@@ -298,7 +298,7 @@ def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
         ("kernels.contract", "def f():\n    from .selection import select_backend"),
         ("kernels.layer", "from .reference import linear"),
         ("kernels.families.llama", "from ..contract import Backend"),
-        ("kernels.cpu.weight", "from ...engine import request"),
+        ("kernels.cpu.backend", "from ...engine import request"),
         ("kernels.cpu.library", "import numpy"),
         ("kernels.reference", "def f():\n    from .cpu.backend import linear"),
         ("kernels.autograd", "import transformers"),

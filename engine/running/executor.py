@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.transfer import HostCopy, to_device
+from ...kernels.transfer import HostCopies, to_device
 from ..config import EngineConfig
 from ..models.decoder import ROUTES
 from ..outputs.routes import RouteFormat
@@ -113,18 +113,18 @@ class LocalComputation:
     """A step under way on the device of this process."""
 
     drawing: Drawing | None
-    scores: Sequence[Sequence[HostCopy]]
+    scores: Sequence[HostCopies]
     routes: StepRoutes | None
 
     def wait(self) -> StepResults:
         drawn = None if self.drawing is None else self.drawing.wait()
-        scores = [[column.wait().numpy() for column in columns] for columns in self.scores]
+        scores = [[column.numpy() for column in columns.wait()] for columns in self.scores]
         rows, counts = (None, None) if self.routes is None else (self.routes.rows, self.routes.counts)
         return StepResults(
             drawn,
             scores,
-            None if rows is None else rows.wait().numpy().data.cast("B"),
-            b"" if counts is None else counts.wait().numpy().tobytes(),
+            None if rows is None else rows.wait()[0].numpy().data.cast("B"),
+            b"" if counts is None else counts.wait()[0].numpy().tobytes(),
         )
 
 
@@ -209,12 +209,12 @@ class LocalExecutor:
     def memory(self) -> dict[str, int]:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
 
-    def _score(self, rows: ScoredRows, hidden: Tensor) -> list[HostCopy]:
+    def _score(self, rows: ScoredRows, hidden: Tensor) -> HostCopies:
         targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)
         if rows.top_logprobs is None:
-            return [HostCopy(self._sampler.score(hidden, targets, rows.distribution))]
+            return HostCopies([self._sampler.score(hidden, targets, rows.distribution)])
         found = self._sampler.score_statistics(hidden, targets, rows.distribution, rows.top_logprobs)
-        return [HostCopy(column) for column in found]
+        return HostCopies(found)
 
     def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
         """`graphs`: those that computed the step, if any."""

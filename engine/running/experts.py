@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.specs import DecoderSpec
-from ...kernels.transfer import HostCopy
+from ...kernels.transfer import HostCopies
 from ..outputs.routes import RouteFormat
 
 _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
@@ -22,8 +22,8 @@ class StepRoutes:
     `counts`: int64 [layers, num_experts], the tokens that each expert of a layer was given, this step's included.
     """
 
-    rows: HostCopy | None
-    counts: HostCopy
+    rows: HostCopies | None
+    counts: HostCopies
 
 
 class ExpertCounts:
@@ -39,8 +39,8 @@ class ExpertCounts:
         """`routes`: int32 [layers, M, top_k], of a step. `is_recorded`: somebody wants the rows of its tokens."""
         chosen = routes.flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))
-        rows = HostCopy(self._rows(routes)) if is_recorded else None
-        return StepRoutes(rows, HostCopy(self._counts))
+        rows = HostCopies([self._rows(routes)]) if is_recorded else None
+        return StepRoutes(rows, HostCopies([self._counts]))
 
     def _rows(self, routes: Tensor) -> Tensor:
         id_type = _ID_TYPES[self.format.dtype.itemsize]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
-from ...kernels.transfer import to_device
+from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
 from .step import NO_LANE, Draws, Step
@@ -42,7 +42,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
-        self.model = model
+        self.model, self.device = model, model.device
         self.block_size = block_size
         self.windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
@@ -70,12 +70,14 @@ class ModelRunner:
 
         `lanes`: what the steps before have drawn, where steps have unseen tokens.
         """
+        arrays = step.positions, step.states, *step.slots, *step.block_tables
+        positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
+        count = len(step.slots)
         pages = [
-            Pages(self.to_device(slots), AttentionBatch(step.query_starts, step.context_lens, self.to_device(tables)))
-            for slots, tables in zip(step.slots, step.block_tables, strict=True)
+            Pages(slots, AttentionBatch(step.query_starts, step.context_lens, tables))
+            for slots, tables in zip(paged[:count], paged[count:], strict=True)
         ]
-        token_ids = self.token_ids(step, lanes)
-        return self.forward(token_ids, self.to_device(step.positions), pages, self.to_device(step.states))
+        return self.forward(self.token_ids(step, lanes), positions, pages, states)
 
     def forward(
         self,
@@ -114,7 +116,7 @@ class ModelRunner:
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """Those on the model's device, without waiting for it. On a CPU they share their memory."""
-        return to_device(torch.from_numpy(values), self.model.device)
+        return to_device(torch.from_numpy(values), self.device)
 
 
 def _memory(

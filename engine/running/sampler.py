@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
-from ...kernels.transfer import HostCopy, to_device
+from ...kernels.transfer import HostCopies, all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
 from .step import Draws
@@ -57,18 +57,18 @@ class Drawing:
     ) -> None:
         self.token_ids = token_ids
         self._recorded = recorded
-        self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
-        self._statistics = [HostCopy(torch.cat(column)) for column in list(zip(*statistics, strict=True))[1:]]
+        joined = [torch.cat(column) for column in list(zip(*statistics, strict=True))[1:]]
+        self._copies = HostCopies([token_ids, logprobs, is_finite, *joined])
 
     def wait(self) -> Drawn:
         """The tokens."""
-        token_ids, logprobs, is_finite = (column.wait().tolist() for column in self._columns)
-        return Drawn(token_ids, logprobs, is_finite, self._wait_for_records())
+        token_ids, logprobs, is_finite, *statistics = self._copies.wait()
+        return Drawn(token_ids.tolist(), logprobs.tolist(), is_finite.tolist(), self._records(statistics))
 
-    def _wait_for_records(self) -> dict[int, tuple[bytes, ...]]:
-        if not self._statistics:
+    def _records(self, statistics: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
+        if not statistics:
             return {}
-        entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
+        entropy, token_ids, logprobs = (column.numpy() for column in statistics)
         rows = zip(self._recorded, entropy, token_ids.astype(np.int32), logprobs, strict=True)
         return {i: (nats.tobytes(), ids[:k].tobytes(), top[:k].tobytes()) for (i, k), nats, ids, top in rows if k >= 0}
 
@@ -186,9 +186,9 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
     """What `next_tokens` needs to know of draws, of which there is at least one: all but filters and banned tokens."""
     records = draws.records
     integers = np.stack((draws.rows, records["target"], records["seed"], draws.positions))
-    rows, targets, seeds, positions = to_device(torch.from_numpy(integers), device).unbind()
-    columns = records["temperature"].copy(), records["basis"] == BASES.index("raw")
-    temperatures, raw = (to_device(torch.from_numpy(column), device) for column in columns)
+    columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
+    found, temperatures, raw = all_to_device(map(torch.from_numpy, columns), device)
+    rows, targets, seeds, positions = found.unbind()
     return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 

@@ -8,16 +8,15 @@ depends on nothing beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
-from ..outputs.open_requests import DRAW, OpenSample, OpenScore
+from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
-from ..scheduling.sequence import Chunk, Chunks, Lanes
+from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
 """Of a draw whose token the host sees before another one follows it."""
@@ -101,53 +100,6 @@ class Step:
     draws: Draws
     scores: Sequence[ScoredRows]
     records_routes: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Takers:
-    """Who takes what a step gives.
-
-    `samples`: those that draw. Sample i draws from a range of the last rows of the chunk at `places[i]`, `counts[i]` of
-    them; the draws lie one range behind the other. The first ones are of `decodes`, which are chunks of samples that
-    decode alone; those behind them begin, each with one row, several in a row from the same prompt. `scores`: the
-    places of the chunks that are scored, and for whom. `places`, `counts`: int64.
-    """
-
-    decodes: Chunks
-    places: np.ndarray
-    counts: np.ndarray
-    samples: Sequence[OpenSample]
-    scores: Sequence[tuple[int, OpenScore]]
-
-    @property
-    def num_decode_draws(self) -> int:
-        """How many of the draws are of decodes: the first ones."""
-        return int(self.counts[: len(self.decodes)].sum())
-
-    @property
-    def prompts(self) -> Iterator[tuple[int, range]]:
-        """The place of each prompt after which samples draw, and which samples."""
-        first = len(self.decodes)
-        for place, group in groupby(self.places[first:].tolist()):
-            samples = range(first, first + len(list(group)))
-            yield place, samples
-            first = samples.stop
-
-
-def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
-    """Those of the chunks of a step that is not planned yet."""
-    is_decoding = lanes.is_decoding[chunks.lanes]
-    num_known = lanes.num_tokens[chunks.lanes]
-    places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))
-    decodes, counts = chunks.take(places), (chunks.ends - num_known)[places] + 1
-    others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
-    samples = lanes.samples[decodes.lanes].tolist()
-    if beginning := [(i, sample) for i, chunk in others for sample in chunk.drawing]:
-        places = np.concatenate((places, [i for i, _ in beginning]))
-        counts = np.concatenate((counts, np.ones(len(beginning), np.int64)))
-        samples += [sample for _, sample in beginning]
-    scores = [(i, score) for i, chunk in others if (score := chunk.scoring) is not None]
-    return Takers(decodes, places, counts, samples, scores)
 
 
 def plan_step(

@@ -50,9 +50,8 @@ from rich.table import Table
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
 from trueroll.engine.outputs.open_requests import DrawRecord
-from trueroll.engine.running.step import takers_of
 from trueroll.engine.scheduling.scheduler import Scheduler
-from trueroll.engine.scheduling.sequence import Generation, Sequence
+from trueroll.engine.scheduling.sequence import Generation, Sequence, takers_of
 from trueroll.rollout.fleet.placement import Placed, Placement, beginnings
 
 STEP_SECONDS = {1: 0.010, 32: 0.011, 256: 0.019, 1024: 0.048, 2048: 0.088}

@@ -1,6 +1,5 @@
-"""The messages between client and worker: `messages` has their fields, `codec` their form on the wire, `arrays` what
-they carry, which fields carry what is recorded of tokens, and a sample put together from them, and `error_codes` the
-words for errors. Imports no torch.
+"""The messages between client and worker: `messages` has their fields, `codec` their form on the wire, what they
+carry, and a sample put together from them, and `error_codes` the words for errors. Imports no torch.
 """
 
 from ...weight_sync.payload.messages import (
@@ -19,29 +18,27 @@ from ...weight_sync.payload.messages import (
     Weights,
     new_id,
 )
-from .arrays import (
+from .codec import (
+    MAX_ELEMENTS,
+    PROTOCOL_VERSION,
     Growth,
+    address,
     bytes_to_tokens,
     delta_message,
     delta_of,
+    encode,
+    encode_for_anyone,
     error_message,
+    from_client,
+    from_worker,
+    id_in,
+    message_types,
     sample_delta,
     sample_message,
     sample_output,
     score_output,
     scores_message,
     tokens_to_bytes,
-)
-from .codec import (
-    MAX_ELEMENTS,
-    PROTOCOL_VERSION,
-    address,
-    encode,
-    encode_for_anyone,
-    from_client,
-    from_worker,
-    id_in,
-    message_types,
 )
 from .messages import (
     ALL_TAGS,

@@ -1,22 +1,43 @@
-"""Messages as bytes on the wire: a message is one frame, a MessagePack map with `version`, `type` and its fields.
+"""Messages as bytes on the wire, the engine's results in their fields, and a sample put together from deltas.
 
-Everything received passes through `from_client` or `from_worker`, so that nothing behind this module meets a field that
-is missing, unknown, mistyped or out of its range.
+A message is one frame, a MessagePack map with `version`, `type` and its fields. Everything received passes through
+`from_client` or `from_worker`, so that nothing behind this module meets a field that is missing, unknown, mistyped or
+out of its range.
+
+Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts.
+This is the only place that knows which field carries which column of `engine.request`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, get_args
 
 import msgpack
+import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trueroll.errors import ProtocolError, brief
+from trueroll.errors import InvalidRequestError, ProtocolError, TruerollError, brief
 
-from ...engine.request import from_validation
+from ...engine.request import (
+    COLUMNS,
+    LOGPROBS,
+    TOKENS,
+    TOPS,
+    Column,
+    Columns,
+    SampleDelta,
+    SampleOutput,
+    ScoreOutput,
+    WeightSpan,
+    columns_of,
+    fields,
+    from_validation,
+    plain,
+)
 from ...weight_sync.payload.messages import MAX_ID_CHARS
-from .messages import Done, FinishedSample, FromClient, FromWorker, Scores
+from .error_codes import told
+from .messages import Delta, Done, Error, FinishedSample, FromClient, FromWorker, RoutedExperts, Scores, Span, TopArrays
 
 PROTOCOL_VERSION = 1
 MAX_DEPTH = 6
@@ -171,3 +192,247 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
         raise from_validation(ProtocolError, error, first_part=1) from None  # the location begins with the type
+
+
+_TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
+
+Carrier: TypeAlias = FinishedSample | Delta | Scores
+
+
+def bytes_within(message: Carrier) -> dict[Column, bytes]:
+    """The columns that a message carries, as bytes."""
+    found = {} if message.logprobs is None else {LOGPROBS: message.logprobs}
+    if message.tops is not None:
+        found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
+    return found
+
+
+def num_listed(message: Carrier) -> int:
+    """How many elements the listed columns of a message have for a token."""
+    return 0 if message.tops is None else message.tops.k
+
+
+def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
+    """The fields of a message that carry columns, of which the listed ones have `k` elements for a token."""
+    tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
+    return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
+
+
+def columns_within(message: Carrier) -> Columns:
+    """The columns that a message carries, as writable arrays."""
+    found, k = bytes_within(message), num_listed(message)
+    rows = next((len(content) // column.num_bytes(k) for column, content in found.items()), 0)
+    return {
+        column.name: np.frombuffer(content, column.dtype).reshape(column.shape(rows, k)).copy()
+        for column, content in found.items()
+    }
+
+
+def fields_for(columns: Columns) -> dict[str, Any]:
+    """The fields of a message that carry these columns."""
+    content = {
+        column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
+    }
+    listed = [columns[column.name].shape[1] for column in content if column.is_listed]
+    return fields_of(content, max(listed, default=0))
+
+
+_BOOLEANS = frozenset((bool, np.bool_))
+
+
+def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
+    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming the `field` that they are from.
+
+    Integers of numpy are taken like those of Python. Booleans are refused, which numpy would turn into 0 and 1.
+    """
+    if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
+        if not _BOOLEANS.isdisjoint(kinds):
+            text = f"{field}: booleans are not token ids ({brief(token_ids)}); give integers"
+            raise InvalidRequestError(text, field=field, value=token_ids)
+        token_ids = [plain(token) for token in token_ids]
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:  # sequences of several lengths
+        tokens = np.empty((0, 0))
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        text = f"{field}: expected a flat sequence of token ids, found {brief(token_ids)}"
+        raise InvalidRequestError(text, field=field, value=token_ids)
+    if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
+        text = f"{field}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
+        raise InvalidRequestError(text, field=field, value=int(max(tokens, key=abs)), limit=2**31 - 1)
+    return tokens.astype("<i4").tobytes()
+
+
+def bytes_to_tokens(data: bytes) -> np.ndarray:
+    """int32 [num_tokens], writable."""
+    return np.frombuffer(data, "<i4").astype(np.int32)
+
+
+def sample_message(id: str, output: SampleOutput) -> FinishedSample:
+    """The message that carries a sample the engine finished of the request `id`."""
+    return FinishedSample(
+        id=id,
+        index=output.index,
+        token_ids=np.array(output.token_ids, "<i4").tobytes(),
+        finish_reason=output.finish_reason,
+        seed=output.seed,
+        num_cached_tokens=output.num_cached_tokens,
+        weight_versions=_spans(output.weight_versions),
+        error=output.error,
+        stop_reason=output.stop_reason,
+        routed_experts=_routed(output),
+        **fields_for(columns_of(output)),
+    )
+
+
+def delta_message(id: str, delta: SampleDelta) -> Delta:
+    """What a sample of the request `id` has got, as messages carry it."""
+    return Delta(
+        id=id,
+        index=delta.index,
+        start=delta.start,
+        token_ids=np.array(delta.token_ids, "<i4").tobytes(),
+        **fields_for(columns_of(delta)),
+    )
+
+
+def scores_message(id: str, output: ScoreOutput) -> Scores:
+    """The message that carries a score the engine finished of the request `id`."""
+    return Scores(
+        id=id,
+        finish_reason=output.finish_reason,
+        weight_versions=_spans(output.weight_versions),
+        routed_experts=_routed(output),
+        **fields_for(columns_of(output)),
+    )
+
+
+def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
+    """The message that says that `id` has no result."""
+    return Error(id=id, caller=caller, **told(error))
+
+
+def sample_output(message: FinishedSample) -> SampleOutput:
+    """The sample in a message, as the engine gave it; its array is writable."""
+    return SampleOutput(
+        request_id=message.id,
+        index=message.index,
+        token_ids=bytes_to_tokens(message.token_ids).tolist(),
+        finish_reason=message.finish_reason,
+        seed=message.seed,
+        num_cached_tokens=message.num_cached_tokens,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        error=message.error,
+        stop_reason=message.stop_reason,
+        routed_experts=_routed_array(message.routed_experts),
+        **fields(columns_within(message)),
+    )
+
+
+def sample_delta(message: Delta) -> SampleDelta:
+    """What a sample has got, as the engine gave it; arrays writable."""
+    return SampleDelta(
+        request_id=message.id,
+        index=message.index,
+        start=message.start,
+        token_ids=bytes_to_tokens(message.token_ids).tolist(),
+        **fields(columns_within(message)),
+    )
+
+
+def score_output(message: Scores) -> ScoreOutput:
+    """The scores in a message, as the engine gave them; arrays writable."""
+    return ScoreOutput(
+        request_id=message.id,
+        finish_reason=message.finish_reason,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        routed_experts=_routed_array(message.routed_experts),
+        **fields(columns_within(message)),
+    )
+
+
+def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
+    """`routed_experts`, as the engine gave it, writable."""
+    if routed is None:
+        return None
+    elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
+    return elements.astype(routed.dtype).reshape(routed.shape)
+
+
+def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:
+    if (routed := output.routed_experts) is None:
+        return None
+    tokens, layers, top_k = routed.shape
+    data = routed.astype(routed.dtype.newbyteorder("<")).tobytes()
+    dtype = "uint8" if routed.dtype == np.uint8 else "uint16"
+    return RoutedExperts(dtype=dtype, shape=(tokens, layers, top_k), data=data)
+
+
+def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
+    return tuple((span.version, span.start, span.end) for span in versions)
+
+
+class Growth:
+    """A sample from its first token on, as far as `first` and what was put behind it say.
+
+    `first` begins with token 0; its id and its index are the sample's.
+    """
+
+    def __init__(self, first: Delta) -> None:
+        self.id, self.index = first.id, first.index
+        self._k = num_listed(first)
+        self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are known."""
+        return len(self._columns[TOKENS]) // 4
+
+    def put(self, delta: Delta) -> bool:
+        """Adds what is new in a delta. False, and nothing changes, if it differs from what is known or leaves tokens
+        out.
+        """
+        found, num_known = _columns(delta), self.num_tokens - delta.start
+        if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
+            return False
+        widths = {column: column.num_bytes(self._k) for column in found}
+        known = self._columns
+        if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
+            return False
+        for column, new in found.items():
+            known[column] += new[widths[column] * num_known :]
+        return True
+
+    def part(self, start: int, max_bytes: int | None = None) -> Delta:
+        """The tokens from `start` on; with `max_bytes` only those which take no more than that, but at least one."""
+        widths = {column: column.num_bytes(self._k) for column in self._columns}
+        room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
+        content = {
+            column: bytes(known[widths[column] * start : widths[column] * (start + room)])
+            for column, known in self._columns.items()
+        }
+        token_ids = content.pop(TOKENS)
+        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._k))
+
+
+def delta_of(sample: FinishedSample) -> Delta:
+    """All of a finished sample, as one delta."""
+    return Delta(
+        id=sample.id,
+        index=sample.index,
+        start=0,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        tops=sample.tops,
+    )
+
+
+def _columns(delta: Delta) -> dict[Column, bytes]:
+    """The tokens of a delta, and their columns."""
+    return {TOKENS: delta.token_ids, **bytes_within(delta)}
+
+
+def _agree(known: bytearray, new: bytes, start: int) -> bool:
+    """Whether what begins at byte `start` has the bytes that are known, as far as both go."""
+    count = min(len(known) - start, len(new))
+    return known[start : start + count] == new[:count]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from trueroll.errors import TruerollError, UnknownRequestError
@@ -233,8 +233,10 @@ class EngineThread(threading.Thread):
             if isinstance(command, Stop):
                 return False
             self._apply(engine, command)
-            if is_idle or not self._has_work(engine):
+            if not self._has_work(engine):
                 self._take_snapshot(engine, made_progress=True)
+            elif is_idle and self.snapshot is not None:  # the step that follows tells the rest
+                self.snapshot = replace(self.snapshot, progress_at=time.monotonic())
 
     def _apply(self, engine: ServedEngine, command: Add | Stream | End | Run) -> None:
         match command:

@@ -5,8 +5,8 @@ Events of the engine come to the first through its `Inbox`. Health and stats are
 step runs long.
 
 Owns: the loop that brings messages (`Dispatch`) and events to the parts that they are for, what is read, checked and
-refused, how the worker ends (`Ending`), and what is told of it. Does not own: requests (`book`), the state of the
-worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
+refused, how the worker ends (`Ending`), and what is told of it (`Vitals`). Does not own: requests (`book`), the state
+of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
 
 Promises: no received bytes end the process; when the engine fails or the worker is told to end, everybody is answered
 before it does.
@@ -14,8 +14,10 @@ before it does.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -36,15 +38,95 @@ from ...rollout import protocol
 from ...weight_sync.transports.policy import PushPolicy
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer, SourceMetrics
+from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
 from ..network.keys import Role
 from ..network.router import Peer, Router
-from .book import RequestBook
+from .book import Conditions, RequestBook
 from .calls import Calls
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
+from .ledger import Ledger
 from .pushes import PushNews
-from .vitals import Vitals
+
+
+class Vitals:
+    """Health, counters and times of one worker. `info`: what the engine is, as a dictionary of its EngineInfo; None
+    until the worker's own thread knows that the model has loaded.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, engine_thread: EngineThread, ledger: Ledger, control: Control, timings: Timings
+    ) -> None:
+        self.instance = secrets.token_hex(8)
+        self.info: dict[str, Any] | None = None
+        self._config, self._engine_thread, self._ledger, self._control = config, engine_thread, ledger, control
+        self._timings = timings
+        self._resident = ResidentMemory()
+
+    def health(self, id: str = "metrics") -> protocol.Health:
+        """How the worker is."""
+        snapshot, lifecycle = self._engine_thread.snapshot, self._control.lifecycle
+        requests = {"open": len(self._ledger.open), "kept": len(self._ledger.kept)}
+        if snapshot is not None:
+            requests |= {"running": snapshot.stats["num_running"], "waiting": snapshot.stats["num_waiting"]}
+        return protocol.Health(
+            id=id,
+            state=lifecycle.state,
+            instance=self.instance,
+            seconds_since_progress=None if snapshot is None else time.monotonic() - snapshot.progress_at,
+            weight_version=None if snapshot is None else snapshot.weight_version,
+            requests=requests,
+            memory=self._memory(),
+            limits=self._config.limits(),
+            engine=self._engine(),
+            sleeping=tuple(sorted(lifecycle.standing.sleeping)),
+            push=self._control.pushes.progress(),
+        )
+
+    def stats(self, id: str = "metrics") -> protocol.Stats:
+        """The lifetime counters."""
+        snapshot = self._engine_thread.snapshot
+        engine = {} if snapshot is None else snapshot.stats
+        return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._ledger.stats))
+
+    def timings(self) -> Timings:
+        """How long steps, pushes and sleeps took."""
+        return self._timings
+
+    def conditions(self) -> Conditions:
+        """How the worker stands, as far as it matters to a new request."""
+        lifecycle = self._control.lifecycle
+        max_model_len = None if self.info is None else self.info["max_model_len"]
+        return Conditions(
+            lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version, max_model_len
+        )
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that the engine had after its last step or command; None until `info` is known, so that it
+        never changes while one message is handled.
+        """
+        snapshot = self._engine_thread.snapshot
+        return None if self.info is None or snapshot is None else snapshot.weight_version
+
+    def close(self) -> None:
+        """Measure nothing more."""
+        self._resident.close()
+
+    def _engine(self) -> dict[str, Any] | None:
+        """With why commits take longer than they could; empty if they do not."""
+        target = self._control.pushes.target
+        if self.info is None or target is None:
+            return None
+        return self.info | {"commit_note": target.weights.commit_note}
+
+    def _memory(self) -> dict[str, int]:
+        memory = {"process": self._resident.num_bytes()}
+        if (snapshot := self._engine_thread.snapshot) is not None:
+            memory |= snapshot.memory | {"staging": self._control.pushes.staging_bytes}
+        return memory
+
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import HASH_BYTES, ContentSpan, Distribution, ScoreOutput, ScoreRequest, derive_seed
 from trueroll.engine.running.loading import engine_info, load_model
-from trueroll.engine.running.step import plan_step, takers_of
+from trueroll.engine.running.step import plan_step
 from trueroll.engine.scheduling.scheduler import _Plan
-from trueroll.engine.scheduling.sequence import Chunks
+from trueroll.engine.scheduling.sequence import Chunks, takers_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
 from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits

@@ -54,7 +54,8 @@ class Implementation:
         if not self.instruction_set:
             yield ops
             return
-        from trueroll.kernels.cpu import backend, weight
+        from trueroll.kernels.cpu import backend
+        from trueroll.kernels.cpu import backend as weight
 
         library = emulated_library() if self.emulated else load_library()
         before = library.instruction_set()

@@ -15,7 +15,7 @@ from torch import Tensor
 from trueroll.engine.cache import memory
 from trueroll.engine.cache.lending import LendableArena
 from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
-from trueroll.kernels.cpu.weight import PackedWeight
+from trueroll.kernels.cpu.backend import PackedWeight
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -13,8 +13,8 @@ import pytest
 from trueroll.engine.cache.prefix_cache import Chain, Table
 from trueroll.engine.outputs.open_requests import BASES, DrawRecord, OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
-from trueroll.engine.running.step import NO_LANE, Draws, Step, plan_step, takers_of
-from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Lanes, Purpose, Sequence
+from trueroll.engine.running.step import NO_LANE, Draws, Step, plan_step
+from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Lanes, Purpose, Sequence, takers_of
 from trueroll.kernels.contract import GREEDY, SAMPLE
 
 BLOCK_SIZE = 4

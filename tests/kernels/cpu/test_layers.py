@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trueroll.kernels.contract import Norms
-from trueroll.kernels.cpu.weight import PackedLayers
+from trueroll.kernels.cpu.backend import PackedLayers
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import LayerSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trueroll.kernels.contract import Weight
-from trueroll.kernels.cpu.weight import PackedWeight
+from trueroll.kernels.cpu.backend import PackedWeight
 
 from ..backends import Served
 from ..inputs import randn, same_bits, stored

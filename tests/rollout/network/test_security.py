@@ -53,8 +53,7 @@ from trueroll.rollout.network.keys import Client, client_keys, read_clients, ser
 from trueroll.rollout.network.router import MAX_AHEAD_BYTES, MAX_SILENT, Gate, Outboxes, Peer, Router
 from trueroll.rollout.worker.book import MOST_CALLERS
 from trueroll.rollout.worker.ledger import Entry, Ledger, Submission, scoped
-from trueroll.rollout.worker.vitals import Vitals
-from trueroll.rollout.worker.worker import Worker
+from trueroll.rollout.worker.worker import Vitals, Worker
 
 from .certificates import Certificates, make_certificates
 
