@@ -159,7 +159,7 @@ def http(
     Needs pip install 'trueroll[http]'.
     """
     log_to_stderr(logging.INFO)
-    config = HttpConfig(**settings)
+    config = HttpConfig(address=address, **settings)
     for package in ("starlette", "h11"):
         if find_spec(package) is None:
             raise ConfigError(f"http: expected the package {package}, found none; pip install 'trueroll[http]'")
