@@ -1,1 +1,5 @@
-"""The generation engine: prefix cache, scheduler, model runner and sampler, joined by `engine.engine`."""
+"""The generation engine: requests in, samples out, one step at a time.
+
+Owns: everything between an accepted request and its output. Does not own: sockets, users, or where new weights come
+from. `engine.engine` joins its parts.
+"""

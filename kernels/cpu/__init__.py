@@ -1,6 +1,6 @@
 """Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
 
-`library` owns the loaded shared library, `weight` the layout of matrices and layers, `backend` the ops. The instruction
+`library` owns the loaded shared library, `backend` the ops and the layout of matrices and layers. The instruction
 set is the best that the machine has, or the one that the environment variable TRUEROLL_CPU_ISA names, and is one for
 the whole process.
 """
