@@ -105,16 +105,16 @@ class Gate:
 
     @property
     def seconds_to_look(self) -> float:
-        """Until `look` is due."""
-        return max(0.0, self._looked + LOOK_SECONDS - time.monotonic()) if self._taken else float("inf")
+        """Until `look` is due; it never is where no connection is by TCP."""
+        if not self._taken or not self._router.get_string(zmq.LAST_ENDPOINT).startswith("tcp:"):
+            return float("inf")
+        return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
         """End the connections that are too far ahead."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
-                if connection.family == socket.AF_UNIX:
-                    continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
