@@ -523,6 +523,8 @@ class RequestBook:
         """Give the engine the requests that wait, if it is to have them; `whatever_state`: all that its weights are new
         enough for.
         """
+        if not len(self.waiting_room):
+            return
         conditions = self._conditions()
         if not (conditions.takes_requests or whatever_state):
             return

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from trueroll.errors import TruerollError, UnknownRequestError
@@ -210,33 +210,31 @@ class EngineThread(threading.Thread):
 
     def _loop(self, engine: ServedEngine) -> None:
         while self._apply_commands(engine):
-            if self._has_work(engine):
-                started = time.monotonic()
-                outputs = engine.step()
-                self._step_seconds.observe(time.monotonic() - started)
-                self._take_snapshot(engine, made_progress=bool(outputs))
-                deltas = engine.take_deltas()
-                if outputs or deltas:
-                    self._publish(Finished(outputs, deltas))
+            started = time.monotonic()
+            outputs = engine.step()
+            self._step_seconds.observe(time.monotonic() - started)
+            self._take_snapshot(engine, made_progress=bool(outputs))
+            deltas = engine.take_deltas()
+            if outputs or deltas:
+                self._publish(Finished(outputs, deltas))
 
     def _has_work(self, engine: ServedEngine) -> bool:
         return engine.has_unfinished and not self._is_held
 
     def _apply_commands(self, engine: ServedEngine) -> bool:
-        """Apply all that wait; with nothing to step, wait for one. False once told to stop."""
+        """Apply all that wait, and wait for more until there is something to step. False once told to stop."""
+        has_work = self._has_work(engine)
         while True:
-            is_idle = not self._has_work(engine)
             try:
-                command = self.commands.get(block=is_idle)
+                command = self.commands.get(block=not has_work)
             except queue.Empty:
                 return True
             if isinstance(command, Stop):
                 return False
             self._apply(engine, command)
-            if not self._has_work(engine):
+            was_idle, has_work = not has_work, self._has_work(engine)
+            if was_idle or not has_work:
                 self._take_snapshot(engine, made_progress=True)
-            elif is_idle and self.snapshot is not None:  # the step that follows tells the rest
-                self.snapshot = replace(self.snapshot, progress_at=time.monotonic())
 
     def _apply(self, engine: ServedEngine, command: Add | Stream | End | Run) -> None:
         match command:
