@@ -18,7 +18,7 @@ def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **con
     other.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    fields = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
+    fields: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
     adapted = get_peft_model(model, LoraConfig(**fields))
     change(adapted, seed)
     return adapted

@@ -11,14 +11,15 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import torch
 
 from trueroll.engine.request import (
+    FinishReason,
     GenerateRequest,
     Output,
     Request,
@@ -32,6 +33,7 @@ from trueroll.engine.stats import PoolStats
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.payload.tensors import raw_bytes
+from trueroll.weight_sync.worker.assembly import LendableStagingArea, StagingArea
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 500
@@ -111,6 +113,15 @@ class FakeStaging:
         assert not self.in_place
         self.elements.append((name, indices.clone(), values.clone()))
 
+    def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
+        raise NotImplementedError("it takes no adapters")
+
+    def to_merge(self) -> Sequence[str]:
+        return ()
+
+    def merge(self, name: str) -> bool:
+        raise NotImplementedError("it takes no adapters")
+
 
 class FakeWeights:
     """Where pushes go, zeros at first. `live` is what the last commit left."""
@@ -135,8 +146,18 @@ class FakeWeights:
             for name, shape in shapes.items()
         }
 
+    @property
+    def base(self) -> Never:
+        raise NotImplementedError("it takes no adapters")
+
     def new_staging(self, in_place: bool) -> FakeStaging:
         return FakeStaging(self.live, in_place)
+
+    def new_lendable(self) -> LendableStagingArea:
+        raise NotImplementedError("without kin it shares no memory")
+
+    def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
+        raise NotImplementedError("without kin it shares no memory")
 
     def commit(self, staging: FakeStaging) -> None:
         for name in staging.staged:
@@ -146,6 +167,9 @@ class FakeWeights:
 
     def served(self, name: str) -> torch.Tensor:
         return self.live[name]
+
+    def before_adapters(self, name: str) -> torch.Tensor:
+        raise NotImplementedError("it takes no adapters")
 
     def checksums(self) -> dict[str, int]:
         return {name: checksum(raw_bytes(tensor)) for name, tensor in self.live.items()}
@@ -183,7 +207,7 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         is_group = isinstance(request, GenerateRequest)
         tokens = request.prompt_token_ids if is_group else request.token_ids
-        field = "prompt_token_ids" if is_group else "token_ids"
+        field, num_samples = ("prompt_token_ids", request.params.n) if is_group else ("token_ids", 1)
         if FAIL_IN_ADD in tokens:
             raise RuntimeError("broken add")
         if len(tokens) < (1 if is_group else 2):
@@ -204,7 +228,7 @@ class FakeEngine:
             request = dataclasses.replace(request, params=params)
         self.requests.append(request)
         self._by_id[request.id] = request
-        self._open[request.id] = dict.fromkeys(range(request.params.n if is_group else 1), 0)
+        self._open[request.id] = dict.fromkeys(range(num_samples), 0)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         samples = self._open.get(request_id, {})
@@ -290,10 +314,11 @@ class FakeEngine:
             self._open[id][index] += 1
             self._computed += 1
         limit = request.params.max_tokens
+        assert limit is not None
         ended = [index for index, count in self._open[id].items() if count >= max(1, limit - index)]
         return [self._finish(id, index, "length") for index in ended]
 
-    def _finish(self, id: str, index: int, reason: str) -> Output:
+    def _finish(self, id: str, index: int, reason: FinishReason) -> Output:
         count = self._open[id].pop(index)
         if not self._open[id]:
             del self._open[id]
@@ -306,10 +331,12 @@ class FakeEngine:
             spans = (WeightSpan(self.weight_version, 0, len(tokens)),) if len(tokens) else ()
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
         tokens, logprobs = self._drawn(id, index, count)
+        assert request.params.seed is not None
         return SampleOutput(id, index, tokens, logprobs, reason, derive_seed(request.params.seed, index), 1, spans)
 
     def _drawn(self, id: str, index: int, count: int) -> tuple[list[int], np.ndarray | None]:
-        params = self._by_id[id].params
-        assert params.seed is not None
-        tokens = expected_tokens(params.seed, index, count)
+        request = self._by_id[id]
+        assert isinstance(request, GenerateRequest) and request.params.seed is not None
+        params, seed = request.params, request.params.seed
+        tokens = expected_tokens(seed, index, count)
         return tokens, None if params.logprobs is None else -(np.array(tokens, np.float32) + 1) / 7

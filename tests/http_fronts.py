@@ -94,7 +94,7 @@ def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator
     thread.start()
     assert ready.wait(60)
     try:
-        yield Front(*told, key or "none")
+        yield Front(*told, key=key or "none")
     finally:
         assert task is not None
         loop.call_soon_threadsafe(task.cancel)

@@ -15,7 +15,7 @@ def thinned(keep: Callable[..., bool]) -> pytest.MarkDecorator:
     """Have every run take only those cells of a test's matrix for which `keep` holds. It gets the parameters of a cell,
     also those of its fixtures, by their names. The mark of a function stands in place of that of its module.
     """
-    return pytest.mark.thinned(keep)
+    return pytest.mark.thinned(keep)  # type: ignore[return-value]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

@@ -159,6 +159,7 @@ def check_group(group: Group, num_samples: int) -> None:
     """The group is whole, and its tokens are those that follow from its seed."""
     assert [sample.index for sample in group.samples] == list(range(num_samples)) and group.params.seed is not None
     for sample in group.samples:
+        assert group.params.max_tokens is not None
         count = max(1, group.params.max_tokens - sample.index)
         assert sample.finish_reason == "length"
         assert sample.token_ids == expected_tokens(group.params.seed, sample.index, count)

@@ -203,7 +203,7 @@ def link_packages(names: list[str], folder: Path) -> None:
     for name in names:
         for path in {file.parts[0] for file in distribution(name).files or () if file.parts[0] not in ("..", "")}:
             if not (folder / path).exists():
-                (folder / path).symlink_to(distribution(name).locate_file(path))
+                (folder / path).symlink_to(str(distribution(name).locate_file(path)))
         required = [Requirement(line) for line in distribution(name).requires or ()]
         needed = [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
         link_packages(needed, folder)
@@ -275,7 +275,7 @@ def test_where_private_parts_are_used_the_range_ends_with_what_was_tested() -> N
 def pins(file: str) -> dict[str, str]:
     lines = (ROOT / ".ci" / file).read_text().splitlines()
     found = [line.split("==") for line in lines if not line.startswith("#")]
-    versions = {canonicalize_name(name): version for name, version in found}
+    versions: dict[str, str] = {canonicalize_name(name): version for name, version in found}
     assert len(versions) == len(found), "each name once"
     return versions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ def test_the_oldest_token_of_the_context_moves_the_logits(any_model: Path) -> No
 
 
 def test_greedy_text_does_not_settle_on_one_token(any_model: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(any_model)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(any_model)
     prompt = torch.tensor([[5, 6, 7, 8]])
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, min_new_tokens=32, do_sample=False

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 def install() -> None:
     """Mend the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = _create_dot
-    interpreter.InterpreterBuilder.create_splat = _create_splat
+    interpreter.InterpreterBuilder.create_splat = _create_splat  # type: ignore[method-assign]
     interpreter._convert_float = _convert_float  # type: ignore[assignment]
     interpreter._patch_builtin = _patch_builtin  # type: ignore[assignment]
     interpreter._get_np_dtype = _get_np_dtype

@@ -2,6 +2,8 @@
 does so after each push, settings for both trainers on a CPU, and a reward.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
@@ -74,6 +76,9 @@ class CheckingPublisher(WeightPublisher):
         self.differing: list[list[str]] = []
         self.embeddings: list[bytes] = []
 
+    def __enter__(self) -> CheckingPublisher:
+        return self
+
     def push(self, tensors: Any, version: int, *, allow_older: bool = False) -> Any:
         result = None if self.skips else super().push(tensors, version, allow_older=allow_older)
         self.differing.append(self.served.differing(tensors))
@@ -106,11 +111,11 @@ def grpo_settings(output: Path, **changes: Any) -> GRPOConfig:
 
 
 def async_settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
-    fields = dict(token_budget=0, max_staleness=MAX_STALENESS, max_inflight_tasks=16)
+    fields: dict[str, Any] = dict(token_budget=0, max_staleness=MAX_STALENESS, max_inflight_tasks=16)
     return AsyncGRPOConfig(**(short_training(output) | fields | changes))
 
 
-def num_vowels(completions: list[Any], **_: Any) -> list[float]:
+def num_vowels(completions: list[Any], **_: Any) -> list[float | None]:
     """A reward for text, or for the messages of an answer."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(sum(letter in "aeiou" for letter in text)) for text in texts]

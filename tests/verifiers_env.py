@@ -1,5 +1,7 @@
 """Environments of verifiers for tests, with data and a harness of their own: a question, and a conversation."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
     config.stash[_OWN] = folder
     # The processes of xdist inherit it, and then import torch.
-    share_cores(os.environ, len(config.getoption("tx", [])), len(os.sched_getaffinity(0)))
+    share_cores(os.environ, len(config.getoption("tx", []) or []), len(os.sched_getaffinity(0)))
 
 
 @pytest.hookimpl(wrapper=True)

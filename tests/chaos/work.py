@@ -30,7 +30,7 @@ Bits = list[list[tuple[tuple[int, ...], bytes]]]
 
 SEED = 11
 PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 17)]
-PARAMS = SamplingParams(n=4, max_tokens=900, ignore_eos=True, stop_token_ids=[3, 4], temperature=1.5)
+PARAMS = SamplingParams(n=4, max_tokens=900, ignore_eos=True, stop_token_ids=(3, 4), temperature=1.5)
 """So that the samples of a group end one after the other."""
 SEQUENCES = [[(7 * i + 3 * j) % 500 + 3 for j in range(600)] for i in range(16)]
 MOMENTS = dict(
@@ -95,7 +95,8 @@ class Work:
         self.at = at
         self._sets = weight_sets(model)
         self._ends = ExitStack()
-        self.client = self._ends.enter_context(FleetClient(fleet))
+        self.client = FleetClient(fleet)
+        self._ends.enter_context(self.client)
         self._publishers: dict[str, WeightPublisher] = {}
         for transport in TRANSPORTS:
             fields: dict[str, Any] = dict(folder=pushes) if transport == "disk" else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,5 +61,7 @@ def stage_changes(engine: Engine, before: Mapping[str, Tensor], after: Mapping[s
 
 def addresses(engine: Engine) -> dict[str, int]:
     """Where each parameter lies."""
-    tensors = engine.weights.tensors.items()
-    return {name: tensor.data_ptr() if isinstance(tensor, Tensor) else tensor.pointer for name, tensor in tensors}
+    tensors: dict[str, Any] = dict(engine.weights.tensors)
+    return {
+        name: tensor.data_ptr() if isinstance(tensor, Tensor) else tensor.pointer for name, tensor in tensors.items()
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,16 @@ from trueroll.engine.request import (
     ScoreOutput,
     ScoreRequest,
 )
+from trueroll.engine.running.executor import LocalExecutor
 
 
 def make_engine(model: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(model), **({"num_blocks": 512, "num_threads": 1} | settings)))
+
+
+def executor_of(engine: Engine) -> LocalExecutor:
+    assert isinstance(engine._executor, LocalExecutor)
+    return engine._executor
 
 
 def tokens(count: int, seed: int = 0, vocab_size: int = 512) -> np.ndarray:
@@ -41,6 +47,13 @@ def drain(engine: Engine) -> list[Output]:
         outputs += engine.step()
     engine.check_integrity()
     return outputs
+
+
+def samples_of(outputs: Collection[Output]) -> list[SampleOutput]:
+    """The outputs, each of which must be a sample."""
+    samples = [output for output in outputs if isinstance(output, SampleOutput)]
+    assert len(samples) == len(outputs)
+    return samples
 
 
 def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], SampleOutput]:
@@ -61,7 +74,7 @@ def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndar
     return output.logprobs
 
 
-def bits(output: SampleOutput) -> tuple[bytes, bytes]:
+def bits(output: SampleOutput) -> tuple[tuple[int, ...], bytes]:
     """What must be equal: the tokens and the bits of the log-probs."""
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
     return tuple(output.token_ids), output.logprobs.tobytes()

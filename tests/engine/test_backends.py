@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_without_the_library_cpu_is_refused(tiny_llama: Path, no_library: None) 
     ],
 )
 def test_what_the_native_kernels_do_not_serve(
-    tmp_path: Path, overrides: dict[str, int], dtype: str, reason: str
+    tmp_path: Path, overrides: dict[str, Any], dtype: str, reason: str
 ) -> None:
     model = make_tiny_model("llama", tmp_path, **overrides)
     backend, note = chosen(make_engine(model, dtype=dtype))
@@ -75,7 +76,7 @@ def test_what_the_native_kernels_do_not_serve(
 
 
 @pytest.mark.parametrize(("sizes", "found"), [(dict(hidden_size=72), 72), (dict(moe_intermediate_size=24), 24)])
-def test_experts_that_the_native_kernels_do_not_serve(tmp_path: Path, sizes: dict[str, int], found: int) -> None:
+def test_experts_that_the_native_kernels_do_not_serve(tmp_path: Path, sizes: dict[str, Any], found: int) -> None:
     model = make_tiny_model("qwen3_moe", tmp_path, **sizes)
     reason = f"experts of intermediate and hidden sizes that are multiples of 16, found {found}; use the backend refer"
     engine = make_engine(model)

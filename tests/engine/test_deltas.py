@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from trueroll.engine.engine import Engine
+from trueroll.engine.outputs.open_requests import OpenSample
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import Output, Request, SampleDelta, SampleOutput, ScoreRequest
 from trueroll.errors import UnknownRequestError
@@ -99,9 +100,10 @@ def test_a_request_that_is_not_streamed_has_none(tiny_llama: Path) -> None:
 def test_what_is_streamed_late_is_told_from_the_beginning_once(tiny_llama: Path) -> None:
     reader = Reader(make_engine(tiny_llama))
     reader.engine.add(generate("r", tokens(20), n=2, max_tokens=9))
-    while not any(sample.token_ids for sample in reader.engine._ledger._sequences):
+    while not any(isinstance(each, OpenSample) and each.token_ids for each in reader.engine._ledger._sequences):
         reader.step()
-    reader.step(), reader.step()
+    reader.step()
+    reader.step()
     assert not reader.told
     reader.engine.stream("r")
     reader.take([])

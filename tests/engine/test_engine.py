@@ -25,7 +25,7 @@ from trueroll.engine.scheduling.scheduler import _Plan
 from trueroll.engine.scheduling.sequence import Chunks, takers_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
-from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits
+from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens, top_bits
 
 DTYPES = ["float32", "bfloat16"]
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -35,7 +35,7 @@ def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path, backend: 
     prompts = [tokens(n, seed=n) for n in (1, 15, 16, 17, 140)]
     engine = make_engine(tiny_model, backend=backend)
     samples = run(engine, [generate(str(i), p, temperature=0.0, max_tokens=24) for i, p in enumerate(prompts)])
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for i, prompt in enumerate(prompts):
         ids = torch.from_numpy(prompt)[None].long()
         expected = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24)[0].numpy()
@@ -95,7 +95,9 @@ def test_top_logprobs_hold_what_is_drawn_and_change_nothing(tiny_llama: Path, ba
         assert sample.top_logprobs[rows, places].tobytes() == sample.logprobs[rows].tobytes()
         listed += len(rows)
     assert listed > 20, "many were listed"
-    assert alone["3", 0].top_token_ids[:, 0].tolist() == alone["3", 0].token_ids, "greedy takes the first"
+    greedy = alone["3", 0]
+    assert greedy.top_token_ids is not None
+    assert greedy.top_token_ids[:, 0].tolist() == greedy.token_ids, "greedy takes the first"
     assert together["plain", 0].entropy is None and plain["0", 0].top_token_ids is None
 
 
@@ -161,7 +163,7 @@ def test_a_thousand_requests_in_a_tenth_of_the_blocks(tiny_llama: Path) -> None:
         generate(str(i), tokens(int(rng.integers(1, 40)), seed=i), seed=i, max_tokens=int(rng.integers(1, 70)))
         for i in range(1000)
     ]
-    needed = sum(-(-(len(r.prompt_token_ids) + r.params.max_tokens) // 16) for r in requests)
+    needed = sum(-(-(len(r.prompt_token_ids) + (r.params.max_tokens or 0)) // 16) for r in requests)
     settings = dict(max_num_seqs=1000, max_num_batched_tokens=1024)
     calm = make_engine(tiny_llama, num_blocks=needed, **settings)
     expected = run(calm, requests)
@@ -330,7 +332,7 @@ def test_running_requests_survive_invalidation(tiny_llama: Path) -> None:
     found = {}
     while engine.has_unfinished:
         engine.invalidate_prefix_cache()
-        found |= {(o.request_id, o.index): o for o in engine.step()}
+        found |= {(o.request_id, o.index): o for o in samples_of(engine.step())}
     assert engine.stats().steps > 10, "the cache was invalidated many times on the way"
     assert {k: bits(s) for k, s in found.items()} == {k: bits(s) for k, s in expected.items()}
 
@@ -393,13 +395,14 @@ def test_abort_returns_what_there_is(tiny_llama: Path, steps_ahead: int) -> None
     engine.add(generate("other", tokens(20), n=1))
     for _ in range(4):
         assert engine.step() == []
-    [one] = engine.abort("g", 1)
+    [one] = samples_of(engine.abort("g", 1))
     assert (one.finish_reason, one.index) == ("abort", 1)
     seen = (4, 2)[steps_ahead]
+    assert one.logprobs is not None
     assert one.token_ids == expected["g", 1].token_ids[:seen] and len(one.logprobs) == seen
     with pytest.raises(UnknownRequestError, match="sample 1"):
         engine.abort("g", 1)
-    rest = engine.abort("g")
+    rest = samples_of(engine.abort("g"))
     assert [(o.index, o.finish_reason) for o in rest] == [(0, "abort"), (2, "abort")]
     engine.check_integrity()
     [other] = drain(engine)
@@ -418,7 +421,7 @@ def test_abort_of_the_request_that_computes_a_shared_prompt(tiny_llama: Path, st
     for _ in range(steps):
         engine.step()
     assert len(engine.abort("a")) == 2
-    samples = {(o.request_id, o.index): bits(o) for o in drain(engine)}
+    samples = {(o.request_id, o.index): bits(o) for o in samples_of(drain(engine))}
     assert samples == {key: bits(sample) for key, sample in expected.items()}
 
 
@@ -442,9 +445,9 @@ def test_weights_that_are_no_numbers_end_their_samples_only(tiny_llama: Path, ba
     expected = run(make_engine(tiny_llama, backend=backend), [generate("good", prompts["good"], temperature=0.0)])
     assert 7 not in expected["good", 0].token_ids
     engine = make_engine(tiny_llama, backend=backend)
-    embedding = engine._executor._runner.model.embed.to_dense().clone()
+    embedding = executor_of(engine)._runner.model.embed.to_dense().clone()
     embedding[7] = torch.nan
-    engine._executor._runner.model.embed.copy_(embedding)
+    executor_of(engine)._runner.model.embed.copy_(embedding)
     samples = run(engine, [generate(name, prompt, temperature=0.0) for name, prompt in prompts.items()])
     assert samples["bad", 0].finish_reason == "error" and "NaN" in (samples["bad", 0].error or "")
     assert bits(samples["good", 0]) == bits(expected["good", 0])
@@ -494,9 +497,9 @@ def test_a_ban_of_the_whole_vocabulary_is_rejected(tiny_llama: Path) -> None:
 
 def test_what_min_tokens_bans_is_made_once_for_a_request(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, banned = make_engine(tiny_llama), []
-    draw = engine._executor._sampler.draw
+    draw = executor_of(engine)._sampler.draw
     monkeypatch.setattr(
-        engine._executor._sampler,
+        executor_of(engine)._sampler,
         "draw",
         lambda hidden, draws: banned.extend(draws.banned.get(i, ()) for i in range(len(draws))) or draw(hidden, draws),
     )
@@ -581,7 +584,7 @@ def test_defaults_follow_the_device(tiny_llama: Path) -> None:
 
 def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_blocks=None, kv_memory=10 * 8192 + 4096)
-    allocated = sum(cache.nbytes for caches in engine._executor._runner.memories for cache in caches)
+    allocated = sum(cache.nbytes for caches in executor_of(engine)._runner.memories for cache in caches)
     assert engine.info.num_blocks == 10 and engine.info.kv_bytes == allocated == 10 * 8192
 
 

@@ -28,7 +28,7 @@ def test_integers_of_numpy_are_those_of_python(kind: Any) -> None:
 
 def test_a_seed_of_numpy_may_have_64_bits() -> None:
     assert SamplingParams(seed=np.uint64(2**64 - 1)).seed == 2**64 - 1  # type: ignore[arg-type]
-    assert derive_seed(np.uint64(2**64 - 1), np.int64(3)) == derive_seed(2**64 - 1, 3)
+    assert derive_seed(np.uint64(2**64 - 1), np.int64(3)) == derive_seed(2**64 - 1, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])

@@ -22,7 +22,7 @@ from trueroll.engine.running.model_runner import ModelRunner
 from trueroll.errors import InvalidRequestError
 from trueroll.kernels.contract import AttentionBatch, Pages
 
-from .drive import bits, drain, generate, make_engine, run, tokens
+from .drive import bits, drain, generate, make_engine, run, samples_of, tokens
 
 # Every test of a worker on a CPU has an engine in step.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
@@ -125,6 +125,7 @@ def test_alone_chunked_and_in_company(loaded: LoadedModel) -> None:
         engine.add(request)
     for output in drain(engine):
         if isinstance(output, ScoreOutput):
+            assert output.routed_experts is not None
             assert np.array_equal(output.routed_experts, truth(score.token_ids))
         elif output.request_id.startswith("other"):
             assert output.routed_experts is None
@@ -212,11 +213,11 @@ def test_the_prompt_of_a_group_is_held_once(mixture: LoadedModel) -> None:
 def test_an_aborted_sample_has_what_was_fed(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(30)
     engine.add(asked("r", prompt, n=2, max_tokens=50))
-    [*early] = engine.abort("r", 0)
+    early = samples_of(engine.abort("r", 0))
     for _ in range(9):
         engine.step()
     engine.add(ScoreRequest("s", prompt, return_routed_experts=True))
-    [late], [scored] = engine.abort("r", 1), engine.abort("s")
+    [late], [scored] = samples_of(engine.abort("r", 1)), engine.abort("s")
     assert early[0].token_ids == [] and early[0].routed_experts is None and scored.routed_experts is None
     assert len(late.token_ids) > 3
     Truth(mixture).check(prompt, late)
@@ -246,7 +247,7 @@ def test_sleep_and_memory(mixture: LoadedModel) -> None:
     engine.wake_up(("kv_cache",))
     outputs = drain(engine)
     assert engine.stats().recomputed == 2, "premise"
-    for sample in outputs:
+    for sample in samples_of(outputs):
         Truth(mixture).check(prompt, sample)
     engine.invalidate_prefix_cache()
     assert engine.memory()["routed_experts"] == 0
@@ -302,7 +303,7 @@ def test_deltas_leave_the_record_to_the_sample(mixture: LoadedModel) -> None:
         outputs += engine.step()
         told += sum(len(delta.token_ids) for delta in engine.take_deltas())
     assert told > 0, "premise"
-    Truth(mixture).check(prompt, outputs[0])
+    Truth(mixture).check(prompt, samples_of(outputs)[0])
 
 
 def test_more_than_256_experts_take_two_bytes(tmp_path: Path) -> None:

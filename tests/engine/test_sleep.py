@@ -18,7 +18,7 @@ from trueroll.engine.request import Output, ScoreRequest, Tag
 from trueroll.engine.running import model_runner, weights
 
 from .checkpoints import addresses, another_version, read_tensors, stage
-from .drive import bits, drain, generate, make_engine, run, score, tokens
+from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens
 
 MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -146,7 +146,7 @@ def test_requests_go_on_after_the_kv_cache_slept(tiny_model: Path, backend: str,
     assert stats.recomputed >= 4 and stats.preemptions == 0 and stats.blocks_in_use == 0
     engine.check_integrity()
     engine.wake_up(BOTH)
-    assert not any(cache.any() for caches in engine._executor._runner.memories for cache in caches)
+    assert not any(cache.any() for caches in executor_of(engine)._runner.memories for cache in caches)
     assert contents(drain(engine)) == contents(drain(calm))
     assert engine.stats().computed_tokens - computed > calm.stats().computed_tokens - computed
 
@@ -224,7 +224,7 @@ def test_requests_come_and_go_while_all_sleeps(tiny_llama: Path) -> None:
     engine.invalidate_prefix_cache()
     engine.check_integrity()
     engine.wake_up(BOTH)
-    samples = {(o.request_id, o.index): bits(o) for o in drain(engine)}
+    samples = {(o.request_id, o.index): bits(o) for o in samples_of(drain(engine))}
     assert samples == {("stays", i): expected[0]["0", i] for i in range(2)}
 
 
@@ -242,14 +242,14 @@ def resident() -> int:
 
 def fill(engine: Engine) -> None:
     """Uses all of the KV cache."""
-    for caches in engine._executor._runner.memories:
+    for caches in executor_of(engine)._runner.memories:
         for cache in caches:
             cache.fill_(1)
 
 
 def test_a_kv_cache_takes_memory_as_it_is_used(large: Path) -> None:
     engine = make_engine(large, num_blocks=None, kv_memory=512 * MIB)
-    caches = [cache for pair in engine._executor._runner.memories for cache in pair]
+    caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     start = resident()
     for cache in caches:
         cache[:: 2 * MIB // cache[0].nbytes] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ NEW_ON = {"cpu": NEW, "reference": 8}
 def sequences(smollm2: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """For each prompt its ids, the greedy continuation by transformers, and the log-probs of both from one forward."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     full = model.generate(**batch, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
     lengths = batch.attention_mask.sum(1).tolist()

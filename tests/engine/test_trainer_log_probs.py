@@ -64,8 +64,11 @@ def trainer_model(folder: Path, dtype: str) -> Any:
 def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[Tensor]:
     """The log-probs of each sample's tokens, all samples in one row, and so their `routes`."""
     sequences = [torch.tensor([*prompt, *s.token_ids]).long() for prompt, s in rollout]
-    lengths, asked = [len(s) for s in sequences], dict(temperature=TEMPERATURE, routed_experts=routes)
-    parts = token_log_probs(model, torch.cat(sequences), lengths=lengths, **asked).detach().split(lengths)
+    lengths = [len(s) for s in sequences]
+    found = token_log_probs(
+        model, torch.cat(sequences), lengths=lengths, temperature=TEMPERATURE, routed_experts=routes
+    )
+    parts = found.detach().split(lengths)
     return [part[len(prompt) :] for part, (prompt, _) in zip(parts, rollout, strict=True)]
 
 
@@ -340,7 +343,7 @@ def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeyp
     whole = packed(model, rollout)
     assert count_differences(whole, rollout) == 0
     ops = select_backend("cpu", torch.device("cpu"), torch.float32).ops
-    broken = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
+    broken: Any = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
     setattr(broken, op, lambda *args: BROKEN[op](ops, *args))
     monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)

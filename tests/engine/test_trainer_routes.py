@@ -139,7 +139,7 @@ def test_another_order_of_experts_is_found(mixture_models: dict[str, Path], monk
     align(model, "reference")
     whole = packed(model, rollout)
     assert count_differences(whole, rollout) == 0
-    broken = types.SimpleNamespace(**vars(reference) | dict(experts=experts_in_descending_order))
+    broken: Any = types.SimpleNamespace(**vars(reference) | dict(experts=experts_in_descending_order))
     monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0

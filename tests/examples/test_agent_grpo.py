@@ -23,7 +23,7 @@ from tiny import make_tiny_model
 from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, WorkerProcess, launch_worker
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SETTINGS = dict(dtype="bfloat16", max_model_len=512)
+SETTINGS: dict[str, Any] = dict(dtype="bfloat16", max_model_len=512)
 STEPS = 3
 CALL, GARBAGE, END_OF_TURN = 300, 301, 302
 SAID = {CALL: "<calc>1+1</calc>", GARBAGE: "<calc>1/0</calc>"}
@@ -134,7 +134,9 @@ def test_turns_are_found_in_the_cache_and_trained_on_without_a_mismatch(
 def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
     """A turn finds all whole blocks of the turn before, but its last token, which nothing was computed from."""
     with RolloutClient(worker.address) as client:
-        block_size = client.health().engine["block_size"]
+        engine = client.health().engine
+        assert engine is not None
+        block_size = engine["block_size"]
     for conversations in steps:
         lengths = [len(each.turns) for each in conversations]
         assert max(lengths) > 1, "premise: some have a second turn"

@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 Run: TypeAlias = Callable[..., list[dict[str, str]]]
 DEADLINE = 240.0
 STEPS = 4
-SETTINGS = dict(dtype="bfloat16", max_model_len=256)
+SETTINGS: dict[str, Any] = dict(dtype="bfloat16", max_model_len=256)
 COLUMNS = ["step", "reward", "response_length", "mismatch", "stale_difference", "stale_share", "oldest_version", "loss"]
 COLUMNS += ["grad_norm"]
 

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}<300>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SETTINGS = dict(device="cpu", dtype="bfloat16", max_num_seqs=8)
+SETTINGS: dict[str, Any] = dict(device="cpu", dtype="bfloat16", max_num_seqs=8)
 Run: TypeAlias = Callable[[str], str]
 
 

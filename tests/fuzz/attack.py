@@ -11,12 +11,13 @@ from typing import Any
 
 import msgpack
 import zmq
+from frames import pack
 from fuzz.trees import num_fields, unpack
 from fuzz.violation import Violation
 
 MAX_ID_CHARS = 128
 MAX_ACK_IDS = 1024
-HELLO = msgpack.packb({"version": 1, "type": "health", "id": "x-hello"})
+HELLO = pack({"version": 1, "type": "health", "id": "x-hello"})
 NOTICE_MS = 100
 LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate", "save_weights")
 PUSH = ("begin_push", "stage_bucket", "verify_push", "commit_push", "abort_push")

@@ -57,7 +57,7 @@ class Corpus:
     _count: int = 0
 
     def script(self) -> list[Message]:
-        [kind] = self.rng.choices(list(_WEIGHTS), _WEIGHTS.values())
+        [kind] = self.rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         messages = [{"version": 1, **message} for message in kind(self)]
         if self.rng.random() < 0.1:
             self.rng.shuffle(messages)

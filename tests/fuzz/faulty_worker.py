@@ -14,6 +14,7 @@ import msgpack
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_engine import FakeEngine  # noqa: E402
+from frames import pack  # noqa: E402
 
 from trueroll.rollout.network.router import Router  # noqa: E402
 from trueroll.rollout.worker import (
@@ -34,7 +35,7 @@ def _change(type: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[int
         if reply["type"] != type:
             return [frame]
         change(reply)
-        return [msgpack.packb(reply)]
+        return [pack(reply)]
 
     return fault
 

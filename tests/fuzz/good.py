@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 import zmq
+from frames import pack
 from fuzz.attack import dealer
 from fuzz.corpus import MAX_TOKEN
 from fuzz.violation import Violation
@@ -50,10 +51,12 @@ def _request(rng: random.Random, prefix: list[int], number: int) -> Request:
     tokens = prefix[: rng.choice((0, 8, 16, 32, 48))] + [rng.randrange(MAX_TOKEN) for _ in range(rng.randrange(2, 8))]
     if number % 4 == 3:
         return Request(tuple(tokens), SamplingParams(temperature=rng.choice((0.5, 1.0))), is_score=True)
-    drawn = dict(
+    drawn: dict[str, Any] = dict(
         n=rng.randrange(1, 4), max_tokens=rng.randrange(4, 24), seed=number, temperature=rng.choice((0.0, 1.0))
     )
-    filters = dict(top_p=rng.choice((0.8, 1.0)), top_k=rng.choice((-1, 20)), logprobs=rng.choice(("processed", "raw")))
+    filters: dict[str, Any] = dict(
+        top_p=rng.choice((0.8, 1.0)), top_k=rng.choice((-1, 20)), logprobs=rng.choice(("processed", "raw"))
+    )
     return Request(tuple(tokens), SamplingParams(**drawn, **filters), is_score=False)
 
 
@@ -186,7 +189,7 @@ class CountingClient(GoodClient):
         else:
             fields = {"type": "generate", "prompt_token_ids": tokens, "params": request.params.model_dump()}
         self._replies[id], self._numbers[id] = [], number
-        socket.send(msgpack.packb({"version": 1, "id": id, **fields}))
+        socket.send(pack({"version": 1, "id": id, **fields}))
 
     def _take(self, socket: zmq.Socket[bytes], reply: dict[str, Any]) -> None:
         id = reply["id"]
@@ -202,7 +205,7 @@ class CountingClient(GoodClient):
             raise Violation(f"a good request failed: {reply!r:.300}")
         else:
             self._compare(number, _result(replies))
-            socket.send(msgpack.packb({"version": 1, "type": "ack", "ids": [id]}))
+            socket.send(pack({"version": 1, "type": "ack", "ids": [id]}))
 
 
 def _result(replies: list[dict[str, Any]]) -> Result:
@@ -226,7 +229,7 @@ def start_good_clients(address: str) -> list[GoodClient]:
     requests = good_requests()
     expected = quiet_results(address, requests)
     kinds: tuple[Callable[..., GoodClient], ...] = (LibraryClient, CountingClient)
-    clients = [kind(f"good-{kind.__name__}", address, requests, expected) for kind in kinds]
+    clients: list[GoodClient] = [kind(f"good-{kind.__name__}", address, requests, expected) for kind in kinds]
     for client in clients:
         client.start()
     return clients

@@ -30,7 +30,7 @@ class HttpCorpus:
     rng: random.Random
 
     def request(self) -> Request:
-        [kind] = self.rng.choices(list(_WEIGHTS), _WEIGHTS.values())
+        [kind] = self.rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
         return kind(self)
 
     def completion(self) -> Request:
@@ -43,7 +43,7 @@ class HttpCorpus:
 
     def chat(self) -> Request:
         rng = self.rng
-        messages = [{"role": "user", "content": self._text()}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self._text()}]
         if rng.random() < 0.3:
             call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
             messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]

@@ -35,7 +35,7 @@ class HttpRounds:
         whole: deque[bytes] = deque([framed(corpus.look(), None)], maxlen=20)
         for _ in range(ROUND):
             request = corpus.request()
-            [kind] = rng.choices(list(HTTP_SHARES), HTTP_SHARES.values())
+            [kind] = rng.choices(list(HTTP_SHARES), list(HTTP_SHARES.values()))
             frames = _frames(rng, kind, request, bodies, whole)
             while not is_tame(b"".join(frames)):
                 frames = _frames(rng, kind, corpus.look(), bodies, whole)

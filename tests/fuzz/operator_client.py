@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 import torch
+from frames import pack
 from fuzz.attack import dealer
 from fuzz.corpus import CLOSED_PORT, SECONDS
 from fuzz.violation import Violation
@@ -51,7 +52,7 @@ class Operator:
     def ask(self, type: str, **fields: Any) -> dict[str, Any]:
         """The one reply to a call."""
         id, started = next(self._ids), time.monotonic()
-        self._socket.send(msgpack.packb({"version": 1, "type": type, "id": id, **fields}))
+        self._socket.send(pack({"version": 1, "type": type, "id": id, **fields}))
         while not self._socket.poll(200):
             self._look()
             if time.monotonic() > started + self._patience:

@@ -72,7 +72,7 @@ class _Round:
         return Sent("break", self._rng.choice((0, 20)), identity)
 
     def _send(self, who: int, message: Message) -> Iterator[Sent]:
-        [kind] = self._rng.choices(list(SHARES), SHARES.values())
+        [kind] = self._rng.choices(list(SHARES), list(SHARES.values()))
         frames = self._frames(kind, message)
         while not is_tame(frames):
             frames = self._frames(kind, self._corpus.question()[0])

@@ -64,7 +64,7 @@ def quick_ops(ops: Moved) -> Moved:
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def served(request: pytest.FixtureRequest, ops: Moved) -> Served:
-    return Served(ops, request.param)
+    return Served(ops, request.param)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def move(value: Any, device: torch.device) -> Any:
         return _move_in_place(value, device)
     if isinstance(value, tuple | list):
         parts = [move(part, device) for part in value]
-        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+        return getattr(value, "_make", type(value))(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)

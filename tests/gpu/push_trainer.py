@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from push_worker import trainer_tensors  # noqa: E402
+from push_worker import trainer_tensors  # noqa: E402  # type: ignore[import-not-found]
 
 from trueroll.rollout import WeightPublisher  # noqa: E402
 from trueroll.weight_sync.trainer.transaction import Transaction  # noqa: E402
@@ -28,7 +28,7 @@ def main(address: str, transport: Any, device: str, timeout: str) -> None:
             time.sleep(3600)
         return stage(transaction, bucket)
 
-    Transaction.stage = held
+    Transaction.stage = held  # type: ignore[method-assign]
     with WeightPublisher(transport, timeout=float(timeout)) as publisher:
         publisher.connect([address])
         publisher.push(trainer_tensors(99, device), 99)

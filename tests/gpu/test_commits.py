@@ -30,7 +30,7 @@ def stage_beside(engine: Engine, tensors: Mapping[str, Tensor]) -> WeightStaging
         return staging
 
 
-def served(engine: Engine) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+def served(engine: Engine) -> dict[tuple[str, int], tuple[tuple[int, ...], bytes]]:
     params = dict(n=sized(2, 1), max_tokens=sized(12, 2))
     requests = [generate(f"asked {i}", tokens(sized(40, 3) + i, seed=i), **params) for i in range(sized(4, 2))]
     return {key: bits(sample) for key, sample in run(engine, requests).items() if key[0].startswith("asked")}

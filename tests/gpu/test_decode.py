@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,9 +16,9 @@ from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput,
 from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running.graphs import DecodeGraphs
 from trueroll.engine.running.loading import LoadedModel, load_dummy
-from trueroll.engine.scheduling.sequence import Chunk
+from trueroll.engine.scheduling.sequence import Chunks
 
-from ..engine.drive import bits, drain, generate, run, tokens
+from ..engine.drive import bits, drain, executor_of, generate, run, tokens
 from ..engine.running.test_graphs import Recomputed
 from .moved import DEVICE, IS_REHEARSAL, cut_config, sized
 
@@ -82,9 +81,9 @@ def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.Monk
     """The samples, and how many decoded in each step that only decoded. The shared prefix is found in the cache."""
     run(engine, [generate("first", tokens(SHARED), max_tokens=1)])
     sizes: list[int] = []
-    launch: Callable[[list[Chunk]], object] = engine._pipeline._launch
+    launch = engine._pipeline._launch
 
-    def note(chunks: list[Chunk]) -> object:
+    def note(chunks: Chunks) -> object:
         if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks):
             sizes.append(len(chunks))
         return launch(chunks)
@@ -109,11 +108,13 @@ def test_decode_has_the_bits_of_prefill_and_of_graphs(
     asked = requests()
     with_graphs = Engine(config, loaded)
     expected, sizes = serve(with_graphs, asked, monkeypatch)
-    assert sizes == list(ALIVE) and with_graphs._executor._graphs is not None and with_graphs.stats().preemptions == 0
+    assert (
+        sizes == list(ALIVE) and executor_of(with_graphs)._graphs is not None and with_graphs.stats().preemptions == 0
+    )
     assert min(sample.num_cached_tokens for sample in expected.values()) > SHARED - config.block_size
     without = Engine(config.model_copy(update={"cuda_graphs": False}), loaded)
     found, sizes = serve(without, asked, monkeypatch)
-    assert sizes == list(ALIVE) and without._executor._graphs is None
+    assert sizes == list(ALIVE) and executor_of(without)._graphs is None
     assert differing(found, expected) == []
     alone = {key: sample for request in asked[:4] for key, sample in run(without, [request]).items()}
     assert differing(alone, expected) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+import triton.knobs
 from torch.nn.utils.rnn import pad_sequence
 
 from trueroll.engine.config import EngineConfig
@@ -23,7 +23,7 @@ from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout.tools import verify
 
 from ..engine.checkpoints import stage
-from ..engine.drive import bits, generate, run, tokens
+from ..engine.drive import bits, executor_of, generate, run, tokens
 from ..engine.test_trainer_log_probs import TEMPERATURE, count_differences, roll_out, trainer_model
 from .moved import DEVICE, cut_config, sized
 
@@ -145,7 +145,7 @@ def test_a_step_is_queued_without_waiting_for_the_device(
         torch.ones(1, device=DEVICE).item()
 
 
-def all_bits(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+def all_bits(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], tuple[tuple[int, ...], bytes]]:
     return {key: bits(sample) for key, sample in run(engine, requests).items()}
 
 
@@ -213,7 +213,7 @@ def test_serving_compiles_no_kernel_and_captures_no_graph(
     seen.clear()
     all_bits(engine, requests)
     assert seen == []
-    engine._executor._sampler.ops.rmsnorm(torch.ones(1, 1234, dtype=torch.bfloat16, device=DEVICE), *norm_of(1234))
+    executor_of(engine)._sampler.ops.rmsnorm(torch.ones(1, 1234, dtype=torch.bfloat16, device=DEVICE), *norm_of(1234))
     assert seen == ["compile"], "premise: compiling is noticed"
 
 

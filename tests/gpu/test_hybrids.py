@@ -12,7 +12,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import LoadedModel, load_model
 
-from ..engine.drive import bits
+from ..engine.drive import bits, executor_of
 from . import test_decode as decode
 from .moved import cut_config, sized
 from .test_decode import loaded as loaded  # a fixture
@@ -34,11 +34,11 @@ def test_decode_has_the_bits_of_prefill_and_of_graphs(
     asked = decode.requests()
     with_graphs = Engine(config, loaded)
     expected, sizes = decode.serve(with_graphs, asked, monkeypatch)
-    assert sizes[0] == decode.ALIVE[0] and with_graphs._executor._graphs is not None
+    assert sizes[0] == decode.ALIVE[0] and executor_of(with_graphs)._graphs is not None
     assert with_graphs.stats().checkpoints_restored > 0
     without = Engine(config.model_copy(update={"cuda_graphs": False}), loaded)
     found, _ = decode.serve(without, asked, monkeypatch)
-    assert decode.differing(found, expected) == [] and without._executor._graphs is None
+    assert decode.differing(found, expected) == [] and executor_of(without)._graphs is None
     scores = decode.score_bits(without, asked, expected)
     assert [key for key, sample in expected.items() if bits(sample)[1] != scores[key]] == []
 

@@ -179,7 +179,7 @@ def test_an_engine_on_the_gpu_generates_as_if_it_had_loaded_what_was_pushed(tmp_
     assert generated[0] == generated[1]
 
 
-def bits_of(groups: list[Any]) -> list[tuple[bytes, bytes]]:
+def bits_of(groups: list[Any]) -> list[tuple[tuple[int, ...], bytes]]:
     samples = [sample for group in groups for sample in group.samples]
     assert samples and all(sample.logprobs is not None for sample in samples)
     return [(tuple(sample.token_ids), sample.logprobs.tobytes()) for sample in samples]

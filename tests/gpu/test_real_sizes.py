@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mixers import attention_of
 from torch import Tensor
 
 from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, ExpertsWeights, Wanted
 from trueroll.kernels.layer import project
-from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec
 
 from ..kernels.accuracy import EPSILON, FLOAT32
 from ..kernels.backends import Served
@@ -35,16 +36,21 @@ COUNTS = sized(COUNTS, (1, 17, 129))
 HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 160, 32, 512))
 
 
+def gate_up(activation: Activation) -> Product:
+    """Of a weight with the rows of both, one above the other."""
+    return lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), activation=activation)
+
+
 # The rows to compute, the weight's shape, and the op.
-PRODUCTS: dict[str, tuple[int, int, int, Product]] = {
+PRODUCTS: dict[str, tuple[Any, ...]] = {
     "q": (ROWS, HIDDEN, HIDDEN, lambda ops, x, weight: ops.linear(x, weight)),
     "k": (ROWS, KEYS, HIDDEN, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
     "down": (ROWS, HIDDEN, INTERMEDIATE, lambda ops, x, weight: ops.project_back(x, weight, x[:, :HIDDEN])),
-    "gate and up": (ROWS, 2 * INTERMEDIATE, HIDDEN, lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "silu")),
+    "gate and up": (ROWS, 2 * INTERMEDIATE, HIDDEN, gate_up("silu")),
     "gate and up of Gemma 3": (
         ROWS,
         *sized((2 * 15360, 3840), (2 * 96, 80)),
-        lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "gelu_tanh"),
+        gate_up("gelu_tanh"),
     ),
     "head": (sized(520, 20), VOCABULARY, HIDDEN, lambda ops, x, weight: ops.lm_head(x, weight)),
 }
@@ -97,7 +103,8 @@ def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str
                 f"{rows} rows from {start}"
             )
     few = slice(17)
-    expected = of_experts.step_by_step(x[few], spec, weights, *(out[few] for out in everything[:2]), x[few])
+    chosen, gates = (out[few] for out in everything[:2])
+    expected = of_experts.step_by_step(x[few], spec, weights, chosen, gates, x[few])
     assert same(expected, everything[2][few])
 
 
@@ -122,6 +129,7 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
     """A row's query, key and value are those of the ops one by one, however many rows share the call."""
     heads, kv_heads, size = sized((28, 4, 128), (3, 1, 32))
     spec = layer_spec(heads, kv_heads, size, qkv_bias=True)
+    mixer = attention_of(spec)
     weights = move(make_layers(Served(kernels, dtype), spec, hidden=HIDDEN)[0].mixer, DEVICE)
     x, slots = random(ROWS, HIDDEN, dtype=dtype), torch.arange(ROWS, device=DEVICE)
     rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, size, 2, device=DEVICE) / size), 1.0)
@@ -130,11 +138,11 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
         shape = (ROWS // 16, 16, kv_heads, size)
         k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
         angles = rotation[0][part], rotation[1][part]
-        q = kernels.qkv(x[part], spec.mixer, weights, angles, k_cache, v_cache, slots[part])
+        q = kernels.qkv(x[part], mixer, weights, angles, k_cache, v_cache, slots[part])
         return q, k_cache.flatten(0, 1)[part], v_cache.flatten(0, 1)[part]
 
     everything = compute(slice(None))
-    expected = project(kernels, x, spec.mixer, weights, rotation)
+    expected = project(kernels, x, mixer, weights, rotation)
     assert all(same(a, b) for a, b in zip(everything, expected, strict=True))
     for count in COUNTS:
         part = slice(sized(1000, 3), sized(1000, 3) + count)

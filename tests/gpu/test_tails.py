@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +15,17 @@ from trueroll.kernels.triton import products
 from trueroll.kernels.triton.launch import recording
 
 from .moved import random, sized
-from .test_real_sizes import COUNTS, DTYPES
+from .test_real_sizes import COUNTS, DTYPES, gate_up
 
 ROWS = sized(2100, 140)
 # Columns beyond a multiple of 128: of 8, of 16, of every depth of a tile, and of none of these.
 TAILS = sized((0, 8, 16, 24, 40, 64, 72, 120, 1), (8, 1))
 # The weight's shape without the tail, and the op. A weight of 8192 rows is not cut along K.
-PRODUCTS: dict[str, tuple[int, int, Callable[[Backend, Tensor, Tensor], Tensor]]] = {
+PRODUCTS: dict[str, tuple[Any, ...]] = {
     "cut": (*sized((3592, 3584), (72, 1536)), lambda ops, x, weight: ops.linear(x, weight)),
     "whole": (*sized((9000, 3584), (72, 128)), lambda ops, x, weight: ops.lm_head(x, weight)),
-    "cut pair": (*sized((2 * 1032, 3584), (2 * 72, 1536)), lambda ops, x, w: ops.gate_up(x, *w.chunk(2), "silu")),
-    "whole pair": (*sized((2 * 9000, 3584), (2 * 72, 128)), lambda ops, x, w: ops.gate_up(x, *w.chunk(2), "silu")),
+    "cut pair": (*sized((2 * 1032, 3584), (2 * 72, 1536)), gate_up("silu")),
+    "whole pair": (*sized((2 * 9000, 3584), (2 * 72, 128)), gate_up("silu")),
 }
 
 

@@ -73,7 +73,7 @@ def test_gate_and_up_have_the_bits_of_their_products(kernels: Backend, n: int, k
     for part in (x[:count] for count in COUNTS):
         gate, up = (kernels.linear(part, half) for half in weight.chunk(2))
         expected = kernels.gate_mul(gate, up, "silu")
-        assert same(kernels.gate_up(part, *weight.chunk(2), "silu"), expected), f"{len(part)} rows"
+        assert same(kernels.gate_up(part, *weight.chunk(2), activation="silu"), expected), f"{len(part)} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

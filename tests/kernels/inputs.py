@@ -47,7 +47,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 def stored(ops: Backend, matrix: Tensor) -> Weight:
     """A matrix [rows, columns] in the backend's layout."""
-    weight = ops.new_weight(*matrix.shape, partial(torch.empty, dtype=matrix.dtype))
+    weight = ops.new_weight(*matrix.shape, empty=partial(torch.empty, dtype=matrix.dtype))
     weight.copy_(matrix)
     return weight
 
@@ -78,8 +78,8 @@ def layer_spec(
     return LayerSpec(mixer, experts or MlpSpec(77, activation), norm, before, after)
 
 
-_GEMMA = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
-_OLMO = dict(before=False, after=True, qk_norm=NORM, qk_norm_over_heads=True)
+_GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
+_OLMO: dict[str, Any] = dict(before=False, after=True, qk_norm=NORM, qk_norm_over_heads=True)
 # Neighbouring layers of the families, in small; those with a window have a rotation of their own.
 FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
@@ -89,10 +89,10 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)
-_GPT_OSS = dict(
+_GPT_OSS: dict[str, Any] = dict(
     experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
 )
-_QWEN3_NEXT = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
+_QWEN3_NEXT: dict[str, Any] = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
 # The same with experts, and layers with an MLP among them.
 EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,

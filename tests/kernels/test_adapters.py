@@ -154,8 +154,10 @@ def test_gradients_of_bfloat16_pass_through_the_rounding(folders: dict[str, Path
     for each in (merged, exact):
         plain_log_probs(each).sum().backward()
     for name, (a, b, scale) in read_tensors(model).adapters.items():
-        of_weight, of_unaligned = (each.get_parameter(name).grad.double() for each in (exact, merged))
+        grads = [each.get_parameter(name).grad for each in (exact, merged)]
+        of_weight, of_unaligned = (grad.double() for grad in grads if grad is not None)
         for grad, chain in ((a.grad, lambda g, b=b: b.double().T @ g), (b.grad, lambda g, a=a: g @ a.double().T)):
+            assert grad is not None
             expected, unaligned = chain(of_weight) * scale, chain(of_unaligned) * scale
             # Rounding errors are random: two equally accurate backward passes often differ by half.
             assert error(grad, expected) < 2 * error(unaligned, expected) + 0.01, name
@@ -213,7 +215,8 @@ def test_an_adapter_around_another_is_refused(folders: dict[str, Path]) -> None:
 
 
 def test_a_head_of_its_own_is_refused_where_it_is_tied(folders: dict[str, Path]) -> None:
-    for config in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
+    configs: list[dict[str, Any]] = [dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])]
+    for config in configs:
         with pytest.raises(AlignmentError, match="lm_head: expected the embedding's own weights"):
             align(adapt(folders["qwen3"], **config))
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from matrix import thinned
+from mixers import attention_of
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Pages, Wanted
+from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, AttentionWeights, Pages, Wanted
 from trueroll.kernels.specs import Activation, ExpertsSpec, LayerSpec, NormSpec
 
 from .backends import SERVED, Implementation, Served, for_served, param, served_id
@@ -122,11 +123,13 @@ def rope(size: int, turned: int, served: Served) -> RowOp:
 
 
 def qkv(spec: LayerSpec, served: Served) -> RowOp:
-    (layer,), mixer = make_layers(served, spec), spec.mixer
+    (layer,), mixer = make_layers(served, spec), attention_of(spec)
+    weights = layer.mixer
+    assert isinstance(weights, AttentionWeights)
 
     def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k_cache, v_cache = empty_caches(ROWS, 2, mixer.num_kv_heads, mixer.head_dim, served.dtype)
-        q = served.ops.qkv(x, mixer, layer.mixer, (cosines, sines), k_cache, v_cache, slots)
+        q = served.ops.qkv(x, mixer, weights, (cosines, sines), k_cache, v_cache, slots)
         return q, k_cache[slots // 2], v_cache[slots // 2]
 
     angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))[0]
@@ -135,7 +138,7 @@ def qkv(spec: LayerSpec, served: Served) -> RowOp:
 
 def layers(spec: LayerSpec, served: Served) -> RowOp:
     """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
-    mixer, hidden = spec.mixer, hidden_size([spec])
+    mixer, hidden = attention_of(spec), hidden_size([spec])
     shape = (ROWS, 2, mixer.num_kv_heads, mixer.head_dim)
     run = served.ops.new_layers(make_layers(served, spec, spec))
     before = [[randn(*shape, dtype=served.dtype, seed=seed + i) for i in range(2)] for seed in (80, 90)]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from trueroll.errors import AlignmentError
-from trueroll.kernels.importance import Diagnostics, diagnose, log_ratios, masked_weights, truncated_weights
+from trueroll.kernels.importance import Diagnostics, Level, diagnose, log_ratios, masked_weights, truncated_weights
 
 # Rollout and trainer: over three tokens, and the second token depends on the first one.
 Q = torch.tensor([4, 3, 1], dtype=torch.float64) / 8
 P = torch.tensor([1, 5, 2], dtype=torch.float64) / 8
 Q2 = torch.tensor([[4, 3, 1], [2, 2, 4], [1, 6, 1]], dtype=torch.float64) / 8
 P2 = torch.tensor([[5, 1, 2], [1, 3, 4], [2, 2, 4]], dtype=torch.float64) / 8
-LEVELS = ["token", "sequence", "geometric"]
+LEVELS: list[Level] = ["token", "sequence", "geometric"]
 WEIGHTS: list[Callable[..., Tensor]] = [
     partial(truncated_weights, cap=2.0),
     partial(masked_weights, low=0.5, high=2.0),
@@ -130,7 +130,7 @@ def test_a_sequence_has_the_product_or_the_geometric_mean_of_its_ratios() -> Non
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("weigh", WEIGHTS)
-def test_neither_padding_nor_packing_changes_a_bit(weigh: Callable[..., Tensor], level: str) -> None:
+def test_neither_padding_nor_packing_changes_a_bit(weigh: Callable[..., Tensor], level: Level) -> None:
     log_probs, sampled, mask = ragged()
     padded = weigh(log_probs, sampled, mask, level=level)
     assert len(padded[mask].unique()) > 1 and not padded[~mask].any()
@@ -164,7 +164,7 @@ def test_diagnostics_are_of_the_tokens_of_the_mask() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_equal_log_probs_have_weights_of_exactly_1(level: str) -> None:
+def test_equal_log_probs_have_weights_of_exactly_1(level: Level) -> None:
     _, sampled, mask = ragged()
     for weigh in WEIGHTS:
         assert torch.equal(weigh(sampled, sampled, mask, level=level), mask.float())
@@ -195,7 +195,7 @@ def test_weights_are_finite_however_far_apart_the_policies_are(dtype: torch.dtyp
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("weigh", WEIGHTS)
-def test_no_gradient_flows_through_weights(weigh: Callable[..., Tensor], level: str) -> None:
+def test_no_gradient_flows_through_weights(weigh: Callable[..., Tensor], level: Level) -> None:
     log_probs, sampled, mask = ragged()
     log_probs.requires_grad_()
     weights = weigh(log_probs, sampled, mask, level=level)
@@ -212,7 +212,7 @@ def test_what_the_mask_leaves_out_is_not_read() -> None:
         holes = [x.masked_fill(~mask, bad) for x, bad in ((log_probs, math.nan), (sampled, -math.inf))]
         found = [weigh(*holes, mask, level=level) for weigh in WEIGHTS]
         assert all(map(torch.equal, found, expected))
-        assert diagnose(*holes, mask, level=level, high=2.0) == diagnose(
+        assert diagnose(*holes, mask=mask, level=level, high=2.0) == diagnose(
             log_probs, sampled, mask, level=level, high=2.0
         )
     as_integers = [weigh(log_probs, sampled, mask.long()) for weigh in WEIGHTS]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixers import attention_of
 from torch import Tensor
 
 from trueroll.errors import ConfigError
@@ -21,10 +22,12 @@ from trueroll.kernels.contract import (
     NO_SLOT,
     SAMPLE,
     AttentionBatch,
+    AttentionWeights,
     Backend,
     ExpertsWeights,
     Layer,
     Memory,
+    MlpWeights,
     Pages,
     Rotation,
     StateBatch,
@@ -74,15 +77,17 @@ WITH: dict[str, dict[str, Any]] = {
 @for_served("heads,kv_heads,size,with_", [(*heads, with_) for with_ in WITH for heads in HEADS], interpreted=1)
 def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -> None:
     spec = layer_spec(heads, kv_heads, size, **WITH[with_])
-    ops, dtype, mixer = served.ops, served.dtype, spec.mixer
+    ops, dtype, mixer = served.ops, served.dtype, attention_of(spec)
     (layer,) = make_layers(served, spec)
+    weights = layer.mixer
+    assert isinstance(weights, AttentionWeights)
     x, rotation = randn(ROWS, 130, dtype=dtype), make_rotations(ops, decoder_spec(spec), torch.arange(ROWS) * 11)[0]
     slots = torch.randperm(5 * 10, generator=torch.Generator().manual_seed(0))[:ROWS]
     caches, expected_caches = (empty_caches(5, 10, kv_heads, size, dtype) for _ in range(2))
 
-    found = ops.qkv(x, mixer, layer.mixer, rotation, *caches, slots)
+    found = ops.qkv(x, mixer, weights, rotation, *caches, slots)
 
-    q, k, v = project(ops, x, mixer, layer.mixer, rotation)
+    q, k, v = project(ops, x, mixer, weights, rotation)
     ops.write_kv(k, v, *expected_caches, slots)
     assert same_bits(found, q)
     for cache, expected in zip(caches, expected_caches, strict=True):
@@ -211,7 +216,7 @@ class Step:
 
 
 def make_step(served: Served, *specs: LayerSpec) -> Step:
-    lens, new, mixer = [40, 150, 150, 1], [23, 1, 1, 1], (specs or (layer_spec(),))[0].mixer
+    lens, new, mixer = [40, 150, 150, 1], [23, 1, 1, 1], attention_of((specs or (layer_spec(),))[0])
     paged = Paged(served, lens, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
     paged.tables[2, :8] = paged.tables[1, :8]
     chunks = [(i, length - count, length) for i, (length, count) in enumerate(zip(lens, new, strict=True))]
@@ -229,17 +234,18 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
     """Every op by itself, in the order of the definition."""
     rotations, kv_caches, pages = rest
-    for layer, caches, (slots, batch) in zip(layers, kv_caches, pages, strict=True):
+    for layer, (k_cache, v_cache), (slots, batch) in zip(layers, kv_caches, pages, strict=True):
         spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
+        mixer, weights = attention_of(spec), layer.mixer
+        assert isinstance(weights, AttentionWeights) and isinstance(mlp, MlpWeights)
         hidden = x if before.before is None else ops.rmsnorm(x, before.before, spec.norm)
-        q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])
-        ops.write_kv(k, v, *caches, slots)
-        mixer = spec.mixer
+        q, k, v = project(ops, hidden, mixer, weights, rotations[mixer.rotation])
+        ops.write_kv(k, v, k_cache, v_cache, slots)
         q, gate = q.tensor_split([mixer.head_dim], dim=2)
-        attended = ops.paged_attention(q, *caches, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
+        attended = ops.paged_attention(q, k_cache, v_cache, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
         if mixer.output_gate:
             attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
-        mixed = ops.linear(attended, layer.mixer.o)
+        mixed = ops.linear(attended, weights.o)
         x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
         active = ops.gate_mul(ops.linear(hidden, mlp.gate), ops.linear(hidden, mlp.up), spec.mlp.activation)
@@ -248,7 +254,7 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
     return x
 
 
-BOTH = dict(qkv_bias=True, qk_norm=NORM)
+BOTH: dict[str, Any] = dict(qkv_bias=True, qk_norm=NORM)
 LAYERS: dict[str, list[LayerSpec]] = {
     "one": [layer_spec(4, 2, 16, **BOTH)],
     "80": [layer_spec(3, 3, 80, qk_norm=NORM)] * 2,
@@ -296,7 +302,7 @@ class HybridStep:
 
 def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: bool) -> LayerSpec:
     """A layer with a delta net. `sizes`: key heads, value heads, their dimensions, the convolution's kernel."""
-    return LayerSpec(DeltaNetSpec(*sizes, NORM, joined), MlpSpec(77), norm, **norms)
+    return LayerSpec(DeltaNetSpec(*sizes, norm=NORM, joined=joined), MlpSpec(77), norm, **norms)
 
 
 HYBRIDS: dict[str, list[LayerSpec]] = {
@@ -388,7 +394,7 @@ def test_layers_with_pages_of_their_own(quick: Served, specs: list[LayerSpec]) -
     """Every other layer has the same blocks in another order; its table names none behind its window."""
     step = make_step(quick, *specs)
     order = torch.randperm(len(step.caches[0][0]), generator=torch.Generator().manual_seed(1))
-    (slots, batch), window = step.pages[0], specs[0].mixer.window
+    (slots, batch), window = step.pages[0], attention_of(specs[0]).window
     size = step.caches[0][0].shape[1]
     tables = order[batch.block_tables]
     for row, end in enumerate(batch.context_lens):

@@ -45,7 +45,7 @@ def test_rows_do_not_depend_on_the_others_and_layouts_change_nothing(served: Ser
     found = served.ops.merge(weight, a, b, SCALE)
     assert same_bits(served.ops.merge(weight[5:9], a, b[5:9], SCALE), found[5:9])
     turned = (tensor.T.contiguous().T for tensor in (weight, a, b))
-    assert same_bits(served.ops.merge(*turned, SCALE), found)
+    assert same_bits(served.ops.merge(*turned, scale=SCALE), found)
 
 
 def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
@@ -66,7 +66,7 @@ def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_stored_is_what_merge_gives(served: Served, size: tuple[int, int, int]) -> None:
     weight, a, b = matrices(*size, served.dtype)
-    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     assert served.ops.merge_into(out, weight, a, b, SCALE)
     assert same_bits(out.to_dense(), served.ops.merge(weight, a, b, SCALE))
     assert not same_bits(out.to_dense(), weight)
@@ -75,7 +75,7 @@ def test_what_is_stored_is_what_merge_gives(served: Served, size: tuple[int, int
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 def test_one_value_that_is_not_finite_is_told(served: Served, value: float) -> None:
     weight, a, b = matrices(37, 50, 3, served.dtype)
-    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     for row, column in ((0, 0), (36, 49), (16, 31)):
         broken = weight.clone()
         broken[row, column] = value
@@ -90,7 +90,7 @@ def test_one_value_that_is_not_finite_is_told(served: Served, value: float) -> N
 def test_weights_are_merged_beside_other_ops(served: Served) -> None:
     """Others compute meanwhile, as a worker generates while it takes a push."""
     weight, a, b = matrices(700, 300, 16, served.dtype)
-    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     served.ops.merge_into(out, weight, a, b, SCALE)
     expected, x = out.to_dense().clone(), randn(40, 300, dtype=served.dtype)
     product = served.ops.linear(x, out)
@@ -115,7 +115,7 @@ def test_gradients_reach_what_needs_them(served: Served) -> None:
     exact(*wide).backward(grad.double())
     for needed in ((False, True, True), (True, False, True)):
         given = [tensor.clone().requires_grad_(needs) for tensor, needs in zip((weight, a, b), needed, strict=True)]
-        GradientOps(served.ops).merge(*given, SCALE).backward(grad)
+        GradientOps(served.ops).merge(*given, scale=SCALE).backward(grad)
         for found, expected, needs in zip(given, wide, needed, strict=True):
             assert (found.grad is not None) == needs
             if found.grad is not None and expected.grad is not None:

@@ -80,10 +80,10 @@ class Sequences:
     def new(cls, recurrent: Recurrent, lens: Sequence[int]) -> Sequences:
         spec, dtype = recurrent.spec, recurrent.dtype
         sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
-        inputs = [
-            tuple(randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
-            for i, length in enumerate(lens)
-        ]
+        inputs: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i, length in enumerate(lens):
+            qkv, b, a = (randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
+            inputs.append((qkv, b, a))
         return cls(recurrent, make_weights(spec, dtype), inputs)
 
     def run(self, memory: Memory, chunks: Sequence[Chunk], reads: Sequence[int], writes: Sequence[int]) -> list[Tensor]:
@@ -124,7 +124,7 @@ def test_recurrence(recurrent: Recurrent) -> None:
     spec, weights, [inputs] = recurrent.spec, sequences.weights, sequences.inputs
     found = recurrent.ops.delta_rule(*inputs, spec, weights, memory.states, batch)
     expected = exact_recurrence(*inputs, spec, weights)
-    earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec, weights)
+    earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec=spec, weights=weights)
     remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
     assert remembered > 1e-3
     # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. In float32

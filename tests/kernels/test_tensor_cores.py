@@ -189,7 +189,7 @@ def test_a_difference_names_the_place_and_what_would_explain_it() -> None:
     check_product(HOPPER, found, x, weight, 256)
     one = found.clone()
     one[3, 5] = torch.nextafter(one[3, 5], torch.tensor(0.0))
-    was, bits = found[3, 5].view(torch.int32).item(), one[3, 5].view(torch.int32).item()
+    was, bits = (int(each[3, 5].view(torch.int32).item()) for each in (found, one))
     with pytest.raises(AssertionError, match=r"1 of 128 elements.*row 3, feature 5.*none of .* would give") as error:
         check_product(HOPPER, one, x, weight, 256)
     assert f"{was & 0xFFFFFFFF:#010x}" in str(error.value) and f"{bits & 0xFFFFFFFF:#010x}" in str(error.value)

@@ -130,7 +130,9 @@ def test_gradients_of_mixtures(
     """
     recur_exactly(monkeypatch)
     ids, mask = pad(sequences())
-    types = dict(layer_types=["linear_attention", "full_attention"]) if family in HYBRID_MIXTURES else {}
+    types: dict[str, Any] = (
+        dict(layer_types=["linear_attention", "full_attention"]) if family in HYBRID_MIXTURES else {}
+    )
     folder = make_tiny_model(family, tmp_path, num_hidden_layers=2, **types)
     model = load(folder, dtype, backend)
     routes = token_experts(model, ids, mask)
@@ -361,7 +363,7 @@ def test_delta_rule(name: str) -> None:
     def definition(qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         gates = replace(weights, decay=decay, bias=bias)
         rows = zip(*(x.split(RECURRENT_LENS) for x in (qkv, b, a)), strict=True)
-        return torch.cat([exact_recurrence(*each, spec, gates) for each in rows])
+        return torch.cat([exact_recurrence(*each, spec=spec, weights=gates) for each in rows])
 
     sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
     inputs = [randn(count, size, seed=i) for i, size in enumerate(sizes)]
@@ -419,13 +421,13 @@ def test_experts(activation: Activation) -> None:
     inputs = [randn(*shape, seed=i) for i, shape in enumerate(shapes.values())]
 
     def op(*inputs: Tensor) -> Tensor:
-        given = dict(zip(shapes, inputs, strict=True))
+        given: dict[str, Any] = dict(zip(shapes, inputs, strict=True))
         rows = given.pop("x"), given.pop("gates"), given.pop("shared", None)
         others: dict[str, Any] = dict.fromkeys(("router", "router_bias", "gate_up_bias", "down_bias"))
         return ops.experts(rows[0], spec, ExpertsWeights(**others | given), chosen, *rows[1:])
 
     def definition(*inputs: Tensor) -> Tensor:
-        given = dict(zip(shapes, inputs, strict=True))
+        given: dict[str, Any] = dict(zip(shapes, inputs, strict=True))
         rows = []
         for row, experts, gates in zip(given["x"], chosen.tolist(), given["gates"], strict=True):
             rows.append(sum(gate * one(given, row, expert) for gate, expert in zip(gates, experts, strict=True)))

@@ -99,7 +99,7 @@ def test_the_pieces_are_the_samples(client: RolloutClient) -> None:
     samples = {(position, event.index): event for position, event in events if isinstance(event, SampleOutput)}
     assert pieces.keys() == samples.keys() == {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)}
     assert len(pieces[0, 0]) > 1, "premise"
-    plain = dict.fromkeys(samples)
+    plain: dict[tuple[int, int], SampleOutput] = {}
     for position, sample in client.stream([[1], [2], [3]], params, seed=5):
         plain[position, sample.index] = sample
     assert {key: sample.token_ids for key, sample in plain.items()} == {k: s.token_ids for k, s in samples.items()}
@@ -219,7 +219,8 @@ def test_whoever_gives_up_is_told_nothing_more(worker: WorkerOnThread, steps: St
     with RawClient(worker.address) as raw, RawClient(worker.address) as other:
         raw.generate("a", caller="x", deltas=True, max_tokens=9)
         other.generate("a", caller="y", deltas=True, max_tokens=9)
-        raw.health(), other.health()
+        raw.health()
+        other.health()
         steps.take(1)
         raw.send("abort", id="end", request_id="a", caller="x")
         raw.receive_until("aborted")

@@ -20,7 +20,7 @@ from serving import RawClient, WorkerOnThread
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
-from trueroll.engine.request import SampleDelta, SampleOutput
+from trueroll.engine.request import LogprobsMode, SampleDelta, SampleOutput
 from trueroll.engine.running.loading import load_model
 from trueroll.errors import InvalidRequestError, ModelError, TruerollError, WorkerFailedError
 from trueroll.kernels.contract import Backend
@@ -48,7 +48,7 @@ def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
         yield client
 
 
-def bits(samples: tuple[SampleOutput, ...]) -> list[tuple[bytes, bytes]]:
+def bits(samples: tuple[SampleOutput, ...]) -> list[tuple[tuple[int, ...], bytes]]:
     assert all(sample.logprobs is not None and len(sample.token_ids) for sample in samples)
     return [(tuple(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
 
@@ -63,7 +63,7 @@ def test_the_same_request_gives_the_same_bits_from_a_warm_cache(client: RolloutC
 
 
 @pytest.mark.parametrize("mode", ["processed", "temperature", "raw"])
-def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: str) -> None:
+def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: LogprobsMode) -> None:
     params = SamplingParams(n=2, max_tokens=10, seed=3, temperature=0.7, top_k=20, logprobs=mode)
     (group,) = client.generate([PROMPTS[0]], params)
     filters = {"processed": {"temperature": 0.7, "top_k": 20}, "temperature": {"temperature": 0.7}, "raw": {}}[mode]
@@ -181,7 +181,7 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
     def make_engine() -> Engine:
         config = EngineConfig(model=str(tiny_llama), num_blocks=256, num_threads=1)
         loaded = load_model(config)
-        loaded.model.ops = FailingOps(loaded.backend.ops, budget=20)
+        loaded.model.ops = FailingOps(loaded.backend.ops, budget=20)  # type: ignore[assignment]
         return Engine(config, loaded)
 
     worker = WorkerOnThread(WorkerConfig(), make_engine)

@@ -42,7 +42,7 @@ def test_an_answer_that_comes_in_drops_is_given_up() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     process = object.__new__(_Process)
-    process._socket, process._seconds = ours, 0.2
+    process._socket, process._seconds = ours, 0.2  # type: ignore[assignment]
     is_over = threading.Event()
 
     def drip() -> None:

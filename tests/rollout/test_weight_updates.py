@@ -21,8 +21,8 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, Wor
 
 PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
 PARAMS = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
-SETTINGS = dict(num_blocks=256, device="cpu")
-Bits = list[tuple[bytes, bytes]]
+SETTINGS: dict[str, Any] = dict(num_blocks=256, device="cpu")
+Bits = list[tuple[tuple[int, ...], bytes]]
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,8 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
             pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group.samples]
             rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, sample in pairs]
             with autocast(name):
-                assert aligned_with(model)._asdict().items() <= client.health().engine.items()
+                engine = client.health().engine
+                assert engine is not None and aligned_with(model)._asdict().items() <= engine.items()
                 log_probs = packed(model, rows)
             parts = log_probs.detach().split([len(row) for row in rows])
             expected = [torch.tensor(sample.logprobs) for _, sample in pairs]

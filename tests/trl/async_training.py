@@ -4,6 +4,8 @@ With `--kill` the worker is killed on the way. TRL's attention and its table of 
 are replaced here, and nothing else of TRL.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import argparse
@@ -47,7 +49,7 @@ def varlen_attention(
 
 def make_trl_run_on_a_cpu() -> None:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # type: ignore[assignment]
 
 
 class RecordingClient(AsyncRolloutClient):
@@ -60,6 +62,7 @@ class RecordingClient(AsyncRolloutClient):
     async def generate(self, *args: Any, **options: Any) -> Any:
         groups = await super().generate(*args, **options)
         for sample in (sample for group in groups for sample in group.samples):
+            assert sample.logprobs is not None
             self.oldest[sample.logprobs.tobytes()] = min(span.version for span in sample.weight_versions)
         return groups
 
@@ -92,7 +95,9 @@ def make_reward(kill: int | None) -> Any:
 
 
 def train(args: AsyncGRPOConfig, folder: str, address: str, kill: int | None) -> RecordingTrainer:
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
+    dataset: Any = Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]}
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     client, publisher = RecordingClient(address, timeout=4.0), WeightPublisher(timeout=20.0)
     publisher.connect([address])
@@ -101,7 +106,7 @@ def train(args: AsyncGRPOConfig, folder: str, address: str, kill: int | None) ->
         args=args,
         train_dataset=dataset,
         processing_class=tokenizer,
-        rollout_worker=TruerollWorker(client, args, tokenizer, dataset, [make_reward(kill)]),
+        rollout_worker=TruerollWorker(client, args, tokenizer, dataset, [make_reward(kill)]),  # type: ignore[arg-type]
         weight_transfer=TruerollWeightTransfer(publisher),
     )
     trainer.client, trainer.staleness = client, []

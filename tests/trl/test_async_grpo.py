@@ -1,5 +1,7 @@
 """The real AsyncGRPOTrainer on trueroll, in a process of its own, and the worker and the rewards that it is given."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import functools
@@ -242,7 +244,8 @@ def test_weights_that_somebody_else_pushed_are_noticed(
 
 def group_of(*spans: tuple[WeightSpan, ...]) -> Group:
     """A prompt of two tokens, and a sample of three tokens for each tuple of spans."""
-    ids, logprobs = np.array([4, 5, 6], np.int32), np.array([-1.0, -2.0, -3.0], np.float32)
+    ids: Any = np.array([4, 5, 6], np.int32)
+    logprobs = np.array([-1.0, -2.0, -3.0], np.float32)
     samples = tuple(SampleOutput("id", i, ids, logprobs, "length", 7, 0, each) for i, each in enumerate(spans))
     return Group(3, {"prompt": "ab"}, [1, 2], samples, ["x"] * len(samples))
 

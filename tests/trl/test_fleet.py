@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from trueroll.rollout.integrations.trl import (
     trueroll_generation,
 )
 
-PROMPTS = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]})
+PROMPTS: Any = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]})
 
 
 @pytest.fixture(scope="module")

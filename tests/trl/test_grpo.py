@@ -1,5 +1,7 @@
 """The real GRPOTrainer on trueroll: in place of vLLM, and through a rollout function."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import subprocess
@@ -58,6 +60,9 @@ class RecordingClient(RolloutClient):
         super().__init__(address, timeout=10.0)
         self.prompts: list[list[int]] = []
         self.groups: list[Any] = []
+
+    def __enter__(self) -> RecordingClient:
+        return self
 
     def generate(self, prompts: Any, *args: Any, **options: Any) -> Any:
         groups = super().generate(prompts, *args, **options)
@@ -198,7 +203,7 @@ def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights
             reward_funcs=num_vowels,
             args=args,
             train_dataset=CHATS,
-            rollout_func=rollout_func(client, publisher),
+            rollout_func=rollout_func(client, publisher),  # type: ignore[arg-type]
         )
         trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2]
@@ -211,7 +216,7 @@ def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights
 def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
     calls = []
 
-    def reward(completions: list[Any], **columns: Any) -> list[float]:
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         calls.append(len(completions))
         if len(calls) == 2:
             worker.kill()
@@ -223,7 +228,11 @@ def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Pat
         publisher.connect([worker.address])
         roll_out = rollout_func(client, publisher)
         trainer = GRPOTrainer(
-            model=str(tiny_llama), reward_funcs=reward, args=args, train_dataset=TEXTS, rollout_func=roll_out
+            model=str(tiny_llama),
+            reward_funcs=reward,
+            args=args,
+            train_dataset=TEXTS,
+            rollout_func=roll_out,  # type: ignore[arg-type]
         )
         with pytest.raises(TruerollError, match=f"worker {worker.address} failed: .*found none"):
             trainer.train()
@@ -332,7 +341,8 @@ def test_images_are_refused(tiny_served: ServedEngine) -> None:
 
 @pytest.mark.parametrize(("reason", "error"), [("abort", None), ("error", "logits are not finite")])
 def test_a_sample_that_did_not_end_by_itself_is_refused(reason: Any, error: str | None) -> None:
-    ids, logprobs = np.array([4], np.int32), np.array([-1.0], np.float32)
+    ids: Any = np.array([4], np.int32)
+    logprobs = np.array([-1.0], np.float32)
     sample = SampleOutput("id", 0, ids, logprobs, reason, 7, 0, (WeightSpan(1, 0, 1),), error)
     with pytest.raises(TruerollError, match=f"found finish reason {reason} .*{error or 'a client ended it'}"):
         check_samples([sample], oldest=1, newest=1)

@@ -1,5 +1,7 @@
 """Releases of TRL with other arguments than those that trueroll knows are refused, with the tested versions."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import inspect

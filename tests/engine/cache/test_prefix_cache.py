@@ -477,7 +477,7 @@ def take(cache: PrefixCache, count: int) -> list[int]:
     return blocks_of(cache.tables.allocate([], count))
 
 
-def find(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
+def find(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int | None]:
     return [hit.blocks[0] for hit in cache.lookup(cache.identity.new_chain(salt), array("i", tokens), len(tokens))]
 
 

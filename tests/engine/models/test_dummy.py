@@ -20,6 +20,7 @@ from trueroll.engine.running.loading import load_dummy
 from trueroll.errors import ModelError
 from trueroll.kernels import reference
 from trueroll.kernels.families import describe
+from trueroll.kernels.specs import AttentionSpec
 
 from ..drive import bits, generate, run, tokens
 
@@ -38,6 +39,7 @@ def test_shipped_configurations(
     folder = find_config(name)
     spec = describe(read_config(folder))
     mixer, [rotation] = spec.layers[0].mixer, spec.rotations
+    assert isinstance(mixer, AttentionSpec)
     assert (spec.architecture, spec.dtype) == (architecture, torch.bfloat16)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == heads
     assert (spec.max_position_embeddings, spec.norm.eps) == (max_position_embeddings, 1e-6)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mixers import attention_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
@@ -26,7 +27,7 @@ from trueroll.kernels.families import describe, gemma3, settings
 from trueroll.kernels.specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from trueroll.kernels.training import align, token_log_probs
 
-from ..drive import make_engine, score, tokens
+from ..drive import executor_of, make_engine, score, tokens
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -106,10 +107,11 @@ def check_against_transformers(folder: Path, backend: str) -> None:
 
 def logits(engine: Engine, ids: np.ndarray) -> Tensor:
     """Of every token of a prompt, in one step."""
-    model = engine._executor._runner.model
+    model = executor_of(engine)._runner.model
     positions = torch.arange(len(ids))
     tables = torch.arange(-(-len(ids) // 16))[None]
-    shapes = [(tables.numel(), 16, layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in model.spec.layers]
+    mixers = [attention_of(layer) for layer in model.spec.layers]
+    shapes = [(tables.numel(), 16, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers]
     caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
     batch = AttentionBatch([0, len(ids)], [len(ids)], tables)
     pages = [Pages(positions, batch)] * len(caches)
@@ -276,7 +278,7 @@ def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, f
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found, expected = describe(raw), AutoConfig.from_pretrained(tmp_path)
     rope = AutoModelForCausalLM.from_config(expected).model.rotary_emb
-    mixer, [rotation] = found.layers[0].mixer, found.rotations
+    mixer, [rotation] = attention_of(found.layers[0]), found.rotations
     assert torch.equal(torch.tensor(rotation.inv_freq), rope.inv_freq) and rotation.scale == rope.attention_scaling
     assert mixer.num_kv_heads == expected.num_key_value_heads and len(found.layers) == 2
     assert mixer.head_dim == getattr(expected, "head_dim", 16) and found.dtype == (expected.dtype or torch.float32)
@@ -320,13 +322,13 @@ def test_windows_and_rotations_of_older_files_are_those_of_transformers(tmp_path
     model = AutoModelForCausalLM.from_config(expected).model
     attentions = [layer.self_attn for layer in model.layers]
     theirs = [getattr(a, "sliding_window", getattr(expected, "sliding_window", None)) for a in attentions]
-    assert [layer.mixer.window for layer in found.layers] == theirs
-    assert [(layer.mixer.head_dim, layer.mixer.scale) for layer in found.layers] == [
+    assert [attention_of(layer).window for layer in found.layers] == theirs
+    assert [(attention_of(layer).head_dim, attention_of(layer).scale) for layer in found.layers] == [
         (a.head_dim, a.scaling) for a in attentions
     ]
     rope = model.rotary_emb
     for layer, kind in zip(found.layers, getattr(expected, "layer_types", [""] * 7), strict=True):
-        rotation, prefix = found.rotations[layer.mixer.rotation], f"{kind}_" if len(found.rotations) > 1 else ""
+        rotation, prefix = found.rotations[attention_of(layer).rotation], f"{kind}_" if len(found.rotations) > 1 else ""
         assert torch.equal(torch.tensor(rotation.inv_freq), getattr(rope, f"{prefix}inv_freq"))
         assert rotation.scale == getattr(rope, f"{prefix}attention_scaling")
     same = ("tie_word_embeddings", "max_position_embeddings")

@@ -231,7 +231,7 @@ def test_numbers_that_are_no_weights_are_refused(tmp_path: Path, dtype: torch.dt
 
 @pytest.mark.parametrize("settings", [dict(num_hidden_layers=1024), dict(vocab_size=2**24, hidden_size=2**20)])
 def test_sizes_that_the_checkpoint_does_not_have_take_no_memory(
-    folder: Path, settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(folder, **settings)
     monkeypatch.setattr(loading, "WeightStore", lambda *_: pytest.fail("memory was taken"))

@@ -150,7 +150,8 @@ def check_against_transformers(folder: Path, length: int, auto_model: Any = Auto
 
 def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: str) -> None:
     """Decoded one by one, from states and tails."""
-    model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(50)
+    model: Any = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32)
+    ids = prompt(50)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids[None], max_new_tokens=20, do_sample=False)[0, 50:]
     ours = Hybrid(hybrid_model, backend=backend)
@@ -209,9 +210,10 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
 
 def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
     """In the interpreter, so a thin model and few tokens; with gradients, which are torch's."""
-    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, hidden_size=32)
-    sizes |= dict(intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-    layers = dict(layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
+    sizes: dict[str, Any] = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8)
+    sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(num_hidden_layers=2)
+    layers: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
     folder = make_tiny_model("qwen3_next", tmp_path, **sizes, **layers)
     ours, rows = Hybrid(folder, torch.bfloat16, "triton"), [prompt(9), prompt(3, seed=1)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -231,7 +233,7 @@ def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, ba
     assert torch.equal(found[0, 1:], Hybrid(hybrid_model, torch.bfloat16, backend).log_probs(ids))
 
 
-VISION = dict(
+VISION: dict[str, Any] = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
 )
 

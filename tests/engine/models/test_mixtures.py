@@ -53,7 +53,8 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path, backend: str) -> None:
-    model, ids = AutoModelForCausalLM.from_pretrained(mixture_model, dtype=torch.float32), prompt(50)
+    model: Any = AutoModelForCausalLM.from_pretrained(mixture_model, dtype=torch.float32)
+    ids = prompt(50)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids[None], max_new_tokens=20, do_sample=False)[0, 50:].tolist()
     request = generate("r", ids.numpy().astype(np.int32), temperature=0.0, max_tokens=20)
@@ -384,7 +385,7 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     [rotation] = found.rotations
     assert torch.equal(torch.tensor(rotation.inv_freq), rope.inv_freq) and rotation.scale == rope.attention_scaling
     for layer, theirs in zip(found.layers, model.model.layers, strict=True):
-        router = getattr(theirs.mlp, "gate", getattr(theirs.mlp, "router", None))
+        router: Any = getattr(theirs.mlp, "gate", getattr(theirs.mlp, "router", None))
         assert isinstance(layer.mlp, ExpertsSpec) == hasattr(router, "top_k")
         if isinstance(layer.mlp, ExpertsSpec):
             normed = getattr(router, "norm_topk_prob", True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from mixers import attention_of
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -16,7 +18,7 @@ from trueroll.kernels.contract import AttentionBatch, Pages
 from trueroll.kernels.layer import turn
 from trueroll.kernels.specs import RotationSpec
 
-from ..drive import make_engine, tokens
+from ..drive import executor_of, make_engine, tokens
 
 LEN = 50
 AXES = (0, 1, 2, 0, 1, 2, 0, 0)
@@ -25,7 +27,8 @@ AXES = (0, 1, 2, 0, 1, 2, 0, 0)
 def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = None) -> Tensor:
     """Hidden states of a prompt of `LEN` tokens, in one step."""
     tables = torch.arange(-(-LEN // 16))[None]
-    shapes = [(tables.numel(), 16, layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in model.spec.layers]
+    mixers = [attention_of(layer) for layer in model.spec.layers]
+    shapes = [(tables.numel(), 16, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers]
     caches = [(torch.zeros(s, dtype=model.dtype), torch.zeros(s, dtype=model.dtype)) for s in shapes]
     pages = [Pages(torch.arange(LEN), AttentionBatch([0, LEN], [LEN], tables))] * len(caches)
     ids = torch.from_numpy(tokens(LEN)).long()
@@ -36,7 +39,7 @@ def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_take_the_place_of_embeddings(tmp_path: Path, dtype: str, backend: str) -> None:
     """Of a family that scales the embeddings of text, and these alone."""
-    model = make_engine(make_tiny_model("gemma3", tmp_path), dtype=dtype, backend=backend)._executor._runner.model
+    model = executor_of(make_engine(make_tiny_model("gemma3", tmp_path), dtype=dtype, backend=backend))._runner.model
     positions, ids = torch.arange(LEN), torch.from_numpy(tokens(LEN)).long()
     plain = forward(model, positions)
     places = torch.tensor([20, 7, 21])
@@ -50,7 +53,7 @@ def test_rows_take_the_place_of_embeddings(tmp_path: Path, dtype: str, backend: 
 
 
 def test_equal_positions_on_all_axes_have_the_bits_of_text(tiny_llama: Path, backend: str) -> None:
-    model = make_engine(tiny_llama, backend=backend)._executor._runner.model
+    model = executor_of(make_engine(tiny_llama, backend=backend))._runner.model
     model.spec = replace(model.spec, rotations=tuple(replace(r, axes=AXES) for r in model.spec.rotations))
     assert {len(rotation.inv_freq) for rotation in model.spec.rotations} == {len(AXES)}, "premise"
     plain = forward(model, torch.arange(LEN))
@@ -61,7 +64,7 @@ def test_equal_positions_on_all_axes_have_the_bits_of_text(tiny_llama: Path, bac
 
 
 def test_each_pair_turns_by_its_axis(tiny_llama: Path, backend: str) -> None:
-    ops = make_engine(tiny_llama, backend=backend)._executor._runner.model.ops
+    ops = executor_of(make_engine(tiny_llama, backend=backend))._runner.model.ops
     inv_freq = torch.rand(len(AXES))
     positions = torch.randint(0, 1000, (3, LEN))
     for axes in (AXES, ()):
@@ -76,12 +79,13 @@ def test_text_beside_an_image_turns_as_in_transformers(tmp_path: Path, backend: 
     folder = make_tiny_model("qwen3", tmp_path)
     own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sections = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
-    config = {**own.config.to_dict(), "rope_parameters": sections, "model_type": "qwen3_vl_text"}
+    config: dict[str, Any] = {**own.config.to_dict(), "rope_parameters": sections, "model_type": "qwen3_vl_text"}
+    config |= dict(_attn_implementation="eager")
     theirs = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel(
-        transformers.Qwen3VLTextConfig(**config | dict(_attn_implementation="eager"))
+        transformers.Qwen3VLTextConfig(**config)
     ).eval()
     theirs.load_state_dict(own.model.state_dict())
-    model = make_engine(folder, backend=backend)._executor._runner.model
+    model = executor_of(make_engine(folder, backend=backend))._runner.model
     inv_freq = tuple(theirs.rotary_emb.inv_freq.tolist())
     in_turn = tuple(1 if i % 3 == 1 and i < 6 else 2 if i % 3 == 2 and i < 6 else 0 for i in range(len(inv_freq)))
     model.spec = replace(model.spec, rotations=(RotationSpec(inv_freq, axes=in_turn),))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import multiprocessing.synchronize
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def test_the_folder_holds_a_bfloat16_llama_with_tied_embeddings(smollm2: Path) -
 
 
 def test_the_model_answers_in_english_and_ends_its_turn(smollm2: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(smollm2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

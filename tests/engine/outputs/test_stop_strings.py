@@ -69,7 +69,7 @@ def test_a_stop_string_of_many_bytes_is_found_across_any_seam(stop: str) -> None
 
 def test_no_more_of_a_long_text_is_read_than_a_stop_string_reaches_back() -> None:
     counting = Counting(byte_fallback_tokenizer())
-    watch = StopStrings(Vocabulary(counting), ["aab"])
+    watch = StopStrings(Vocabulary(counting), ["aab"])  # type: ignore[arg-type]
     watch.feed_prior([WORDS.index("a")] * 100_000)
     assert counting.num_decoded < 100 and watch.feed(WORDS.index("<0x62>")) == "aab"
 
@@ -134,6 +134,7 @@ def test_real_tokens_without_text_cost_no_more_the_more_there_are(smollm2: Path)
     ending = tokenizer.encode(" the end").ids
     lone = next(id for id in range(tokenizer.get_vocab_size()) if tokenizer.decode([id]) == "\ufffd")
     special = tokenizer.token_to_id("<|im_start|>")
+    assert special is not None
     assert tokenizer.decode([special], skip_special_tokens=True) == ""
     for token_ids in ([special], [lone], tokenizer.encode("\ufffd").ids):
         assert_linear(tokenizer, token_ids, ending, "the end")
@@ -279,7 +280,9 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
     assert failed.finish_reason == "error" and failed.error is not None
     assert f"token {bad}" in failed.error and f"{type(error).__name__}: {error}" in failed.error
     assert "weights" not in failed.error
-    assert bits(failed) == (tuple(expected["a", 1].token_ids[:end]), expected["a", 1].logprobs[:end].tobytes())
+    whole = expected["a", 1]
+    assert whole.logprobs is not None
+    assert bits(failed) == (tuple(whole.token_ids[:end]), whole.logprobs[:end].tobytes())
     assert {key: bits(sample) for key, sample in samples.items()} == {key: bits(expected[key]) for key in samples}
     assert all(sample.finish_reason == "length" and sample.error is None for sample in samples.values())
     assert engine.stats().samples_finished == {"error": 1, "length": 4}

@@ -61,6 +61,7 @@ def test_no_row_is_computed_beyond_max_tokens(tiny_llama: Path) -> None:
 def test_the_row_after_a_stop_token_is_thrown_away(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     free = run(engine, [generate("r", tokens(20), max_tokens=8)])["r", 0]
+    assert free.logprobs is not None
     stop = int(free.token_ids[4])
     assert stop not in free.token_ids[:4]
     engine = make_engine(tiny_llama)
@@ -174,6 +175,7 @@ def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, 
         count = len(output.token_ids)
         whole = expected[key]
         assert output.token_ids == whole.token_ids[:count]
+        assert output.logprobs is not None and whole.logprobs is not None
         assert output.logprobs.tobytes() == whole.logprobs[:count].tobytes()
         if whole.entropy is not None:
             assert top_bits(output) == top_bits(replace(whole, **{name: getattr(whole, name)[:count] for name in TOPS}))

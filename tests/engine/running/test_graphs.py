@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,11 +30,11 @@ from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch
 
-from ..drive import bits, drain, generate, run, tokens, top_bits
+from ..drive import bits, drain, executor_of, generate, run, tokens, top_bits
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 prompt = partial(tokens, vocab_size=64)
-Found: TypeAlias = dict[Any, tuple[bytes, ...]]
+Found: TypeAlias = dict[Any, tuple[object, ...]]
 
 
 class Recomputed:
@@ -103,13 +103,20 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     return make
 
 
-def serve(engine: Engine, requests: list[Request]) -> Found:
+def graphs_of(engine: Engine) -> dict[int, Any]:
+    """The graphs of the engine, by their number of rows."""
+    graphs = executor_of(engine)._graphs
+    assert graphs is not None
+    return graphs._graphs
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> Found:
     for request in requests:
         engine.add(request)
     return {key_of(output): what(output) for output in drain(engine)}
 
 
-def serve_all(engine: Engine, requests: list[Request]) -> dict[Any, tuple[bytes, bytes]]:
+def serve_all(engine: Engine, requests: Sequence[Request]) -> dict[Any, tuple[bytes, bytes]]:
     """As `serve`, also without log-probs."""
     for request in requests:
         engine.add(request)
@@ -125,7 +132,7 @@ def key_of(output: Output) -> Any:
     return (output.request_id, output.index) if isinstance(output, SampleOutput) else output.request_id
 
 
-def what(output: Output) -> tuple[bytes, ...]:
+def what(output: Output) -> tuple[object, ...]:
     of_tokens = bits(output) if isinstance(output, SampleOutput) else (output.logprobs.tobytes(),)
     return of_tokens if output.entropy is None else (*of_tokens, *top_bits(output))
 
@@ -166,15 +173,16 @@ def test_graphs_have_tables_for_each_window(
     window = engine._scheduler.cache.tables.pools[1]
     window.release(window.take(window.num_blocks)[::-1])
     assert serve(engine, requests) == expected and log.count("replay") > 4
-    inputs = engine._executor._graphs._graphs[4].inputs
+    inputs = graphs_of(engine)[4].inputs
     assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have other blocks"
     assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
 
 
 def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path) -> None:
     """Rows of padding are neither recorded nor counted."""
-    sizes = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=1)
-    settings = dict(folder=make_tiny_model("qwen3_moe", tmp_path / "m", **sizes), load=load_dummy)
+    sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1)
+    settings: dict[str, Any] = dict(folder=make_tiny_model("qwen3_moe", tmp_path / "m", **sizes), load=load_dummy)
     requests = [generate(str(i), prompt(5 + i), n=3 - i, max_tokens=6, return_routed_experts=i < 2) for i in range(3)]
     found = []
     for cuda_graphs in (False, True):
@@ -206,13 +214,13 @@ def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engin
     assert log == ["capture"] * 2 * 4, "a forward pass and a draw of 8, 4, 2 and 1 rows"
     del log[:]
     serve(engine, mixed_requests())
-    assert set(log) == {"replay"} and len(set(engine._executor._graphs._graphs)) == 4
+    assert set(log) == {"replay"} and len(set(graphs_of(engine))) == 4
 
 
 def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
     """The others find room in its memory."""
-    assert list(make_engine(True, max_num_seqs=3)._executor._graphs._graphs) == [4, 2, 1]
-    assert list(make_engine(True, max_num_seqs=1)._executor._graphs._graphs) == [1]
+    assert list(graphs_of(make_engine(True, max_num_seqs=3))) == [4, 2, 1]
+    assert list(graphs_of(make_engine(True, max_num_seqs=1))) == [1]
 
 
 @pytest.mark.parametrize(
@@ -224,8 +232,10 @@ def test_the_forward_pass_of_single_decodes_is_replayed_whatever_they_draw(
     requests = [generate("r", prompt(7), max_tokens=4, **params), generate("s", prompt(5, seed=1), max_tokens=4)]
     expected = serve_all(make_engine(False), requests)
     engine, computed = make_engine(True), []
-    run = engine._executor._runner.run
-    monkeypatch.setattr(engine._executor._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn))
+    run = executor_of(engine)._runner.run
+    monkeypatch.setattr(
+        executor_of(engine)._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn)
+    )
     del log[:]
     assert serve_all(engine, requests) == expected
     assert [len(step.token_ids) for step in computed] == [12], "the prompts alone"
@@ -267,12 +277,12 @@ def test_any_mixture_of_requests(make_engine: MakeEngine, log: list[str], seed: 
 def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(True)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graphs = engine._executor._graphs._graphs[4]
+    graphs = graphs_of(engine)[4]
     inputs = graphs.inputs
     assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
         "premise: three rows of four were filled"
     )
-    caches = [cache for pair in engine._executor._runner.memories for cache in pair]
+    caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
         for column in (*inputs.slots, *inputs.tables):
@@ -313,10 +323,10 @@ def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
 def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None:
     engine = make_engine(True, folder=hybrid)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graphs, slots = engine._executor._graphs._graphs[4], engine.info.num_slots
+    graphs, slots = graphs_of(engine)[4], engine.info.num_slots
     states = graphs.inputs.states
     assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
-    (memory, tails), *_ = engine._executor._runner.memories
+    (memory, tails), *_ = executor_of(engine)._runner.memories
     assert len(memory) == len(tails) == slots + 1
     before = memory[:slots].clone(), tails[:slots].clone()
     with torch.inference_mode():
@@ -335,10 +345,10 @@ def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(
     request = generate("r", prompt(3), n=2, max_tokens=3)
     first = serve(engine, [request])
     engine.sleep(1, ("weights", "kv_cache"), "recompute")
-    assert not engine._executor._graphs._graphs
+    assert not graphs_of(engine)
     del log[:]
     engine.wake_up(("weights",))
-    assert log == [] and not engine._executor._graphs._graphs, "the KV cache still sleeps"
+    assert log == [] and not graphs_of(engine), "the KV cache still sleeps"
     for _ in range(2):
         engine.wake_up(("kv_cache",))
         assert log == ["capture"] * 2 * 4
@@ -351,12 +361,12 @@ def test_a_step_computes_as_many_rows_as_its_graph_has(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, lens = make_engine(True), []
-    forward = engine._executor._runner.model.forward
+    forward = executor_of(engine)._runner.model.forward
 
     def note(tokens: ModelInput) -> ModelOutput:
         lens.append(len(tokens.token_ids))
         return forward(tokens)
 
-    monkeypatch.setattr(engine._executor._runner.model, "forward", note)
+    monkeypatch.setattr(executor_of(engine)._runner.model, "forward", note)
     run(engine, [generate("r", prompt(7), max_tokens=4)])
     assert lens == [7, 1, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def decoder(mixers: list[AttentionSpec | DeltaNetSpec]) -> DecoderSpec:
     return DecoderSpec("made up", torch.bfloat16, 248320, 5120, 262144, layers, (), NORM)
 
 
-def plan(sizes: Sizes, available: int = 1_000_000, max_model_len: int = 1600, **settings: object) -> MemoryPlan:
+def plan(sizes: Sizes, available: int = 1_000_000, max_model_len: int = 1600, **settings: Any) -> MemoryPlan:
     values = dict(model="m", kv_memory_fraction=1.0, max_num_seqs=4) | settings
     return plan_memory(EngineConfig(**values), sizes, max_model_len, available)
 
@@ -133,7 +134,7 @@ def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(HYBRID, **settings)
 

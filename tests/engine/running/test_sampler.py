@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 import pytest
@@ -102,9 +102,9 @@ def test_many_rows_give_what_each_gives_alone(sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("logprobs", ["raw", "temperature", "processed"])
 def test_filters_that_drop_nothing_change_no_bit(sampler: Sampler, logprobs: str) -> None:
+    asked: tuple[dict[str, Any], ...] = {}, {"top_k": 50}
     plain, filtered = (
-        [draw(i % 5, seed=i, temperature=0.7, logprobs=logprobs, **filters) for i in range(100)]
-        for filters in ({}, {"top_k": 50})
+        [draw(i % 5, seed=i, temperature=0.7, logprobs=logprobs, **filters) for i in range(100)] for filters in asked
     )
     assert not plain[0].record.has_filters and filtered[0].record.has_filters
     drawn = run(sampler, LOGITS, plain)
@@ -192,7 +192,13 @@ def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature
 
 
 def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
-    for values in ({}, dict(temperature=0.0), dict(temperature=0.7, top_p=0.8), dict(top_k=3, min_p=0.1)):
+    asked: list[dict[str, Any]] = [
+        {},
+        dict(temperature=0.0),
+        dict(temperature=0.7, top_p=0.8),
+        dict(top_k=3, min_p=0.1),
+    ]
+    for values in asked:
         draws = [draw(row, **values) for row in range(5)]
         drawn = run(sampler, LOGITS, draws)
         scores = sampler.score(LOGITS, torch.tensor([d.token_id for d in drawn]), Distribution(**values))

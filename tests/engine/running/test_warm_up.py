@@ -19,6 +19,7 @@ from matrix import thinned
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.models.decoder import ModelOutput
 from trueroll.engine.request import Distribution, Request, ScoreRequest
 from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running import warm_up
@@ -50,7 +51,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("capture", len(outputs[0])))
         return outputs, lambda: [place.copy_(found) for place, found in zip(outputs, compute(), strict=True)]
 
-    def note(runner: ModelRunner, *inputs: Any) -> torch.Tensor:
+    def note(runner: ModelRunner, *inputs: Any) -> ModelOutput:
         seen.append(("forward", len(inputs[0]), len(runner.memories[0][0])))
         return forward(runner, *inputs)
 

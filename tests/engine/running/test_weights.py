@@ -28,7 +28,7 @@ from ..checkpoints import (
     stage_changes,
     stage_rows,
 )
-from ..drive import bits, drain, generate, make_engine, run, score, tokens
+from ..drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens
 
 DTYPES = ["float32", "bfloat16"]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -177,7 +177,7 @@ def test_a_commit_waits_for_its_copies_before_it_frees_what_they_read(
     staging = stage(engine, read_tensors(newer_llama))
     engine.commit_weights(staging, 1, "recompute")
     assert staging.num_bytes == 0, "premise: its memory is given back"
-    wait(engine._executor._runner.model.device)
+    wait(executor_of(engine)._runner.model.device)
     assert all_bits(engine) == all_bits(make_engine(newer_llama))
 
 
@@ -222,7 +222,8 @@ def test_staged_values_are_copied_at_once(tiny_llama: Path) -> None:
     staging = engine.weights.new_staging(in_place=False)
     indices, values = torch.tensor([1]), torch.tensor([9.0])
     staging.put("model.norm.weight", indices, values)
-    indices.zero_(), values.zero_()
+    indices.zero_()
+    values.zero_()
     before = read_tensors(tiny_llama)["model.norm.weight"]
     engine.commit_weights(staging, 1, "recompute")
     after = engine.weights.tensors["model.norm.weight"].to_dense()
@@ -327,7 +328,8 @@ def test_a_score_is_of_one_version(tiny_llama: Path, newer_llama: Path, backend:
     old = score(engine, ids)
     engine.add(ScoreRequest("s", ids))
     before = engine.stats().computed_tokens
-    engine.step(), engine.step()
+    engine.step()
+    engine.step()
     assert engine.stats().computed_tokens - before == 96
     engine.commit_weights(stage(engine, read_tensors(newer_llama)), 4, "recompute")
     [output] = drain(engine)
@@ -343,7 +345,7 @@ def test_a_sample_may_cross_several_commits(tiny_llama: Path, newer_llama: Path)
         if i in versions:
             engine.commit_weights(stage(engine, read_tensors(versions[i])), i, "recompute")
         engine.step()
-    [sample] = drain(engine)
+    [sample] = samples_of(drain(engine))
     assert spans(sample) == [(0, 0, 2), (2, 2, 4), (4, 4, 7), (7, 7, 12)]
     assert np.array_equal(sample.token_ids[7:], continued(fresh, sample, tokens(20), 7).token_ids)
 
@@ -357,7 +359,7 @@ def test_a_commit_begins_a_span_whatever_its_version(tiny_llama: Path, newer_lla
             model, version = commits[i]
             engine.commit_weights(stage(engine, read_tensors(model)), version, "recompute")
         engine.step()
-    [sample] = drain(engine)
+    [sample] = samples_of(drain(engine))
     assert spans(sample) == [(0, 0, 2), (3, 2, 4), (3, 4, 7), (1, 7, 12)]
 
 

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ class Driver:
     def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
         """A group with a sample of each length; a score request if there is none."""
         sequence = self._sequence(prompt, salt)
-        samples = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
+        samples: list[Any] = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
         sequence.purpose = Generation(samples.copy()) if samples else SCORE
         self.open += samples or [sequence]
         self.needed_steps += sum(len(prompt) + length for length in lengths or [0])
@@ -125,7 +126,7 @@ class Driver:
         sequence = target.sequence if isinstance(target, Sample) else target
         match sequence.purpose:
             case Generation(samples):
-                samples.remove(target)
+                samples.remove(target)  # type: ignore[arg-type]
                 if samples:
                     return
         self.finish(sequence)
@@ -264,7 +265,7 @@ class Driver:
             self.open.remove(sequence)
             self.finish(sequence)
             return
-        drawn = [(sample, sample.next_token()) for sample in sequence.purpose.samples]
+        drawn = [(sample, sample.next_token()) for sample in cast("list[Any]", sequence.purpose.samples)]
         going_on = [(sample, token) for sample, token in drawn if not sample.is_done]
         for sample, token in going_on[1:]:
             sample.sequence = self._fork(sequence, sample, token)
@@ -279,7 +280,7 @@ class Driver:
 
     def _fork(self, parent: Sequence, sample: Sample, token: int) -> Sequence:
         pending = self._num_copies()
-        child = self.scheduler.fork(parent, sample, token)
+        child = self.scheduler.fork(parent, sample, token)  # type: ignore[arg-type]
         if child.table:
             self.holds[child] = self.holds[parent].copy()
             self.check_whole(child)
@@ -599,7 +600,7 @@ def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the
     )
     assert driver.scheduler.running._block_copies[0][destination] == source != destination, "premise"
     driver.scheduler.finish(fork)
-    again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)
+    again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)  # type: ignore[arg-type]
     assert destination in again.table.blocks[0], "premise: the block that was given back last is taken first"
     [copies] = driver.scheduler.running.take_block_copies()
     assert len(copies) == 2 and copies[destination] == other.table.blocks[0][again.table.blocks[0].index(destination)]

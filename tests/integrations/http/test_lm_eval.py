@@ -1,5 +1,7 @@
 """The command lm_eval with `local-completions`: answers to choose from, which need `echo`, and answers to write."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -105,7 +107,7 @@ def test_what_is_written_is_the_clients_up_to_the_stop_string(
     evaluated: Path, client: RolloutClient, chat_model: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    params = SamplingParams(temperature=0, max_tokens=24, stop=["1", "4", tokenizer.eos_token])
+    params = SamplingParams(temperature=0, max_tokens=24, stop=("1", "4", tokenizer.eos_token))
     groups = client.generate([tokenizer.encode(row["question"]) for row in ROWS], params)
     written = [sample["resps"][0][0] for sample in samples_of("writing", evaluated)]
     # Words such as `<314>` are among what a tiny model writes.

@@ -1,5 +1,7 @@
 """verifiers' own rollouts, with its training client, which asks `/inference/v1/generate`."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -68,11 +70,13 @@ def turns_of(branch: vf.Branch) -> list[tuple[list[int], list[int], list[float]]
 
 
 def assert_same_bits(turns: list[tuple[list[int], list[int], list[float]]], client: RolloutClient) -> None:
-    params = SamplingParams(**SAMPLING, stop_token_ids=STOPS, top_logprobs=1)
+    params = SamplingParams(**SAMPLING, stop_token_ids=tuple(STOPS), top_logprobs=1)
     for prompt, completion, logprobs in turns:
         [group] = client.generate([prompt], params, seed=SEED)
         assert completion == group.samples[0].token_ids
-        assert np.array(logprobs, np.float64).tobytes() == group.samples[0].logprobs.astype(np.float64).tobytes()
+        expected = group.samples[0].logprobs
+        assert expected is not None
+        assert np.array(logprobs, np.float64).tobytes() == expected.astype(np.float64).tobytes()
 
 
 def test_a_question_gets_the_tokens_and_log_probs_of_the_client(

@@ -1,5 +1,7 @@
 """The page at `/ui` in a headless Chromium: what it shows, whatever a model wrote, at any width and by the keyboard."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import re

@@ -3,6 +3,8 @@
 find TRL: where it does, it wants a class that TRL 1.16, which these tests' environment has, no longer has.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import contextlib

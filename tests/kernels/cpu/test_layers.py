@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from trueroll.kernels.contract import Norms
+from trueroll.kernels.contract import AttentionWeights, Norms
 from trueroll.kernels.cpu.backend import PackedLayers
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import LayerSpec
@@ -42,15 +42,17 @@ def test_experts_of_whole_panels_alone_are_served() -> None:
 def test_packed_layers_are_made_of_contiguous_tensors() -> None:
     served = native([layer_spec()])
     (layer,) = make_layers(served, layer_spec(**BOTH))
-    bq, bk, bv = layer.mixer.biases or ()
-    q_norm, k_norm = layer.mixer.qk_norms or ()
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionWeights) and mixer.biases is not None and mixer.qk_norms is not None
+    bq, bk, bv = mixer.biases
+    q_norm, k_norm = mixer.qk_norms
     before = layer.mixer_norms.before
     assert before is not None
     for changed in (
         dataclasses.replace(layer, mixer_norms=Norms(strided(before), None)),
         dataclasses.replace(layer, mlp_norms=Norms(strided(before), None)),
-        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, biases=(bq, bk, strided(bv)))),
-        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qk_norms=(strided(q_norm), k_norm))),
+        dataclasses.replace(layer, mixer=dataclasses.replace(mixer, biases=(bq, bk, strided(bv)))),
+        dataclasses.replace(layer, mixer=dataclasses.replace(mixer, qk_norms=(strided(q_norm), k_norm))),
     ):
         with pytest.raises(ValueError, match=r"side by side, found shape \[\d+\] with strides \[2\]"):
             served.ops.new_layers([layer, changed])

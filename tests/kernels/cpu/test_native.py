@@ -49,7 +49,7 @@ def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_pa
     tested = {available[0]} if which == "the best" else {"amx_bf16", *available}
     # -O1 takes a compiler nearly twice as long, and gains the driver little.
     flags = ["-Og", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
-    others = dict.fromkeys(set(ISAS) - tested, ("-O0", "-fno-sanitize=all"))
+    others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - tested, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", flags, [DRIVER], others)
     misused = run(tmp_path / "driver", "misuse")
     assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds what is wrong"
@@ -60,7 +60,7 @@ def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_pa
 
 def test_no_race_between_threads(tmp_path: Path) -> None:
     """With one instruction set: all of them share the work among threads by the same code."""
-    others = dict.fromkeys(set(ISAS) - {"portable"}, ("-O0", "-fno-sanitize=all"))
+    others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - {"portable"}, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", ["-O1", "-g1", "-fsanitize=thread"], [DRIVER], others)
     misused = run(tmp_path / "driver", "misuse")
     assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds what is wrong"

@@ -171,7 +171,7 @@ def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
     launched: list[str], window: int | None, soft_cap: float | None
 ) -> None:
     """Behind the last partition, of one as of two."""
-    attention = dict(window=window, soft_cap=soft_cap)
+    attention: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
     sinks, ends = sinks_of(6, torch.bfloat16), (1, 40, 512, 513, 520)
     with_sinks = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, sinks=sinks, **attention)
     without = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, **attention)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -30,14 +32,15 @@ def dot_kernel(a_ptr, b_ptr, c_ptr, rows, columns, M: tl.constexpr, N: tl.conste
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty(len(x), dtype=dtype)
-    convert_kernel[(len(x) // 1024,)](x, y, BLOCK=1024)
+    convert_kernel[(len(x) // 1024,)](x, y, BLOCK=1024)  # type: ignore[arg-type]
     return y
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor, tile: tuple[int, int]) -> Tensor:
     """c + a @ b, computed in tiles of this shape."""
     (rows, k), columns, c = a.shape, b.shape[1], c.clone()
-    dot_kernel[rows // tile[0], columns // tile[1]](a, b, c, rows, columns, M=tile[0], N=tile[1], K=k)
+    sizes: dict[str, Any] = dict(M=tile[0], N=tile[1], K=k)
+    dot_kernel[rows // tile[0], columns // tile[1]](a, b, c, rows, columns, **sizes)
     return c
 
 
@@ -86,7 +89,7 @@ def masked_kernel(x_ptr, limit_ptr, y_ptr, BLOCK: tl.constexpr):
 def test_one_comparison_masks_a_whole_tile() -> None:
     x, y = randn(16), torch.empty(16)
     for limit, first in ((5, 3), (-1, 16)):
-        masked_kernel[(1,)](x, torch.tensor([limit]), y, BLOCK=16)
+        masked_kernel[(1,)](x, torch.tensor([limit]), y, BLOCK=16)  # type: ignore[arg-type]
         assert same_bits(y, torch.where(torch.arange(16) < first, 7.0, x))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+import triton.knobs
 import triton.language as tl
 
 from trueroll.errors import ConfigError

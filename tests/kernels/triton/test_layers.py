@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import thinned
+from mixers import attention_of
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import Layer, MlpWeights, Pages
@@ -28,7 +29,7 @@ HIDDEN = 34
 
 def make_step(*specs: LayerSpec) -> Step:
     """For the end of a prompt and a decode."""
-    served, mixer = Served(TRITON, torch.bfloat16), specs[0].mixer
+    served, mixer = Served(TRITON, torch.bfloat16), attention_of(specs[0])
     paged, chunks = (
         Paged(served, [13, 12], mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
         [(0, 10, 13), (1, 11, 12)],

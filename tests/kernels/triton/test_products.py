@@ -7,6 +7,7 @@ import math
 import statistics
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -304,7 +305,8 @@ def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)
-    full, whole = dict(full_rows=FEATURES), products.linear(x, weight, bias)
+    full: dict[str, Any] = dict(full_rows=FEATURES)
+    whole = products.linear(x, weight, bias)
     added, logits = products.project_back(x, weight, residual), products.lm_head(x, weight)
     both, parts = products.gate_up(x, weight, up, "silu"), products.qkv_parts(x, (weight, up, up))
     assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone its bits are others"
@@ -314,6 +316,6 @@ def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.Monke
         assert same_bits(products.project_back(x, shard, residual[:, part], **full), added[:, part])
         assert same_bits(products.lm_head(x, shard, **full), logits[:, part])
         assert same_bits(products.gate_up(x, shard, shard_up, "silu", **full), both[:, part])
-        of_shards = products.qkv_parts(x, (shard, shard_up, shard_up), full_rows=(FEATURES,) * 3)
+        of_shards = products.qkv_parts(x, (shard, shard_up, shard_up), full_rows=(FEATURES, FEATURES, FEATURES))
         expected = torch.cat([each[:, :, part] for each in parts.split(FEATURES, dim=2)], dim=2)
         assert same_bits(of_shards, expected)

@@ -58,7 +58,8 @@ def test_both_forms_have_the_same_bits_and_the_state_is_float32(dtype: torch.dty
     found = recurrence.delta_rule(*rows, SPEC, weights, several, batch)
     for t in range(count):
         each = batch_of([0, 1], [3 if t else 1], [3])
-        out = recurrence.delta_rule(*(x[t : t + 1] for x in rows), SPEC, weights, single, each)
+        qkv, b, a = (x[t : t + 1] for x in rows)
+        out = recurrence.delta_rule(qkv, b, a, SPEC, weights, single, each)
         assert same_bits(out[0], found[t]), t
     assert same_bits(single, several) and same_bits(several[:3], before[:3])
     reference.delta_rule(*rows, SPEC, weights, expected, batch)

@@ -127,10 +127,10 @@ def test_the_cases_for_a_gpu_take_every_tile_and_both_ways_of_adding_pieces() ->
             )
             for count in on_a_gpu.COUNTS:
                 products.lm_head(x[:count], weight)
-                products.gate_up(x[:count], *weight.chunk(2), "silu")
+                products.gate_up(x[:count], *weight.chunk(2), activation="silu")
     constants = [dict(launch.constants) for launch in launches]
     tiles = {
-        Tile(*(known[name] for name in ("FEATURES", "TOKENS", "MORE", "DEPTH")), launch.warps, launch.stages)
+        Tile(known["FEATURES"], known["TOKENS"], known["MORE"], known["DEPTH"], launch.warps, launch.stages)
         for launch, known in zip(launches, constants, strict=True)
         if "FEATURES" in known
     }

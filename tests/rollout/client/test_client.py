@@ -240,8 +240,8 @@ def interruptible() -> Iterator[None]:
 
 def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine, interruptible: None) -> None:
     engine.flow.clear()
-    main_thread = threading.main_thread().ident
-    assert main_thread == threading.get_ident()
+    main_thread = threading.get_ident()
+    assert main_thread == threading.main_thread().ident
 
     def interrupt() -> None:
         while client.health().requests["open"] < 2:
@@ -270,9 +270,10 @@ def test_a_closed_client_says_so(worker: WorkerOnThread) -> None:
 def test_a_stream_may_outlive_its_client(worker: WorkerOnThread) -> None:
     client = RolloutClient(worker.address)
     held, used = (client.stream([[1]], SamplingParams(n=4, max_tokens=8)) for _ in range(2))
-    next(held), next(used)
+    next(held)
+    next(used)
     client.close()
-    held.close()
+    held.close()  # type: ignore[attr-defined]
     with pytest.raises(TruerollError, match="closed"):
         list(used)
 
@@ -281,7 +282,7 @@ def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: Fa
     stop_after_a_step(engine)
     stream = client.stream([[1]], SamplingParams(n=300, max_tokens=300))
     next(stream)
-    stream.close()
+    stream.close()  # type: ignore[attr-defined]
     while client.health().requests["open"]:
         pass
     assert engine.stats().samples_finished["abort"] > 0

@@ -126,7 +126,7 @@ def test_one_call_ends_many_requests_and_passes_over_the_finished(client: Rollou
     stop_after_a_step(engine)
     groups: list[Group] = []
     ids = ["a", "b", "c"]
-    calls = dict(prompts=[[1], [2], [3]], params=LONG, request_ids=ids)
+    calls: dict[str, Any] = dict(prompts=[[1], [2], [3]], params=LONG, request_ids=ids)
     thread = threading.Thread(target=lambda: groups.extend(client.generate(**calls)))
     thread.start()
     while client.health().requests["open"] < 3:
@@ -327,12 +327,12 @@ def test_log_probs_that_no_trainer_computes_are_named(params: dict[str, Any], na
 
 
 def test_one_stop_string_needs_no_tuple() -> None:
-    assert SamplingParams(stop="\n").stop == ("\n",)
+    assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reason", [None, 0, 7, "", "\n"])
 def test_what_ended_a_sample_travels(client: RolloutClient, engine: FakeEngine, reason: int | str | None) -> None:
     finish = engine._finish
-    engine._finish = lambda *which: replace(finish(*which), stop_reason=reason)
+    engine._finish = lambda *which: replace(finish(*which), stop_reason=reason)  # type: ignore[method-assign]
     [group] = client.generate([[1]], SHORT)
     assert group.samples[0].stop_reason == reason and type(group.samples[0].stop_reason) is type(reason)

@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from frames import pack
 
 from trueroll.errors import ProtocolError
 from trueroll.rollout import RolloutClient, SamplingParams, protocol
@@ -53,7 +54,7 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
                     if type == "deltas":
                         part = dict(id=told.pop("id"), index=0, start=1, token_ids=bytes(4), logprobs=None)
                         told["samples"] = (part,)
-                    router.send_multipart([identity, msgpack.packb(told)])
+                    router.send_multipart([identity, pack(told)])
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0  # what is for a client that went is not waited for

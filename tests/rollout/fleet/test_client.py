@@ -16,7 +16,7 @@ import pytest
 from fake_engine import FakeEngine, FakeInfo, expected_tokens
 from serving import WorkerOnThread, fake_process, serving
 
-from trueroll.engine.request import Output
+from trueroll.engine.request import GenerateRequest, Output
 from trueroll.errors import (
     ConfigError,
     InvalidRequestError,
@@ -84,7 +84,7 @@ def engine_of(version: int) -> FakeEngine:
 
 @pytest.fixture
 def client(running: Running) -> Iterator[FleetClient]:
-    with FleetClient(running.addresses) as client:
+    with (client := FleetClient(running.addresses)):
         yield client
 
 
@@ -109,6 +109,7 @@ def assert_whole(groups: list[Group], params: SamplingParams, seeds: list[int]) 
     for group, seed in zip(groups, seeds, strict=True):
         assert [sample.index for sample in group.samples] == list(range(params.n))
         for sample in group.samples:
+            assert params.max_tokens is not None and sample.logprobs is not None
             assert sample.token_ids == expected_tokens(seed, sample.index, params.max_tokens - sample.index)
             assert len(sample.logprobs) == len(sample.token_ids) and sample.request_id == group.id
 
@@ -118,9 +119,14 @@ def seeded(count: int) -> tuple[list[SamplingParams], list[int]]:
     return [PARAMS.model_copy(update=dict(seed=seed)) for seed in seeds], seeds
 
 
-def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+def nums_of(engine: FakeEngine) -> list[int]:
+    """The samples that each request wanted, all of which wanted some."""
+    return [request.params.n if isinstance(request, GenerateRequest) else 0 for request in engine.requests]
+
+
+def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
     """What it returns, or the exception, is put into the list."""
-    found: list[object] = []
+    found: list[Any] = []
 
     def run() -> None:
         try:
@@ -183,7 +189,7 @@ def test_the_calls_are_those_of_one_worker(running: Running, client: FleetClient
     }
     assert grown == {i: sample.token_ids for i, sample in enumerate(one.samples)}
     (score,) = client.score([[1, 2, 4]], temperature=2.0)
-    assert np.array_equal(score.logprobs, np.float32([-1, -2]))
+    assert np.array_equal(score.logprobs, np.array([-1, -2], np.float32))
     short = client.generate([[1, 2, 3]], PARAMS.model_copy(update=dict(n=1, max_tokens=2)), seed=7)[0].samples[0]
     (whole,) = client.continue_samples([[1, 2, 3]], [short], PARAMS)
     assert len(whole.token_ids) == 6
@@ -210,7 +216,7 @@ def test_what_a_lost_worker_had_is_asked_of_another(processes: list[WorkerProces
     members = Members(*(process.address for process in processes))
     params, seeds = seeded(8)
     slow = [each.model_copy(update=dict(max_tokens=300)) for each in params]
-    with FleetClient(members) as client:
+    with (client := FleetClient(members)):
         expected = client.generate([[i, 904] for i in range(8)], params)
         assert_whole(expected, PARAMS, seeds)
         thread, found = in_background(lambda: client.generate([[i] for i in range(8)], slow))
@@ -225,7 +231,7 @@ def test_what_a_lost_worker_had_is_asked_of_another(processes: list[WorkerProces
 def test_a_lost_worker_is_noticed_without_being_told(processes: list[WorkerProcess]) -> None:
     params, seeds = seeded(6)
     slow = [each.model_copy(update=dict(max_tokens=300)) for each in params]
-    with FleetClient([process.address for process in processes], timeout=1.0) as client:
+    with (client := FleetClient([process.address for process in processes], timeout=1.0)):
         thread, found = in_background(lambda: client.generate([[i] for i in range(6)], slow))
         wait_until(lambda: all(stats.service["accepted"] > 1 for stats in client.all_stats().values()))
         processes[1].kill()
@@ -251,7 +257,7 @@ def test_of_a_group_that_was_begun_only_what_is_missing_is_asked_again(running: 
         assert first.index == 2 and sorted(sample.index for sample in found[0]) == [0, 1, 2]
         for sample in found[0]:  # how long one is depends on the engine's own index, of which all rest have 0
             assert sample.token_ids == expected_tokens(5, sample.index, 1 if sample.index == 2 else 3)
-        assert [request.params.n for request in other.requests] == [1, 1], "each of the two that were missing"
+        assert nums_of(other) == [1, 1], "each of the two that were missing"
 
 
 def test_samples_that_an_ending_worker_cut_go_on_elsewhere(running: Running) -> None:
@@ -293,7 +299,7 @@ def test_an_abort_ends_what_the_caller_names(running: Running, client: FleetClie
 
 def test_what_no_worker_has_can_be_aborted() -> None:
     members = Members()
-    with FleetClient(members) as client:
+    with (client := FleetClient(members)):
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
         wait_until(lambda: "a" in client._fleet._requests.ids)
         assert client.abort("a") == 3
@@ -310,7 +316,7 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
     members = Members()
     with FleetClient(members, patience=0.2) as client, pytest.raises(WorkerLostError, match="found no member"):
         client.generate([[1]], PARAMS, seed=1)
-    with FleetClient(members) as client:
+    with (client := FleetClient(members)):
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
         wait_until(lambda: bool(client._fleet._requests.ids))
         members.now = Members(*running.addresses).now
@@ -320,7 +326,7 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
 
 def test_requests_that_held_workers_reject_wait_for_one() -> None:
     with running_with(FakeEngine(), FakeEngine(), while_unavailable="reject") as running:
-        with FleetClient(running.addresses) as client, FleetClient(running.addresses) as holding:
+        with (client := FleetClient(running.addresses)), FleetClient(running.addresses) as holding:
             params, seeds = seeded(4)
             client.generate([[i] for i in range(4)], params)
             holding.pause()  # as a push would: the other client does not know yet
@@ -353,7 +359,7 @@ def test_a_fault_of_the_client_itself_is_an_error_and_no_wait(monkeypatch: pytes
     async def fail(*args: object) -> None:
         raise ValueError("nobody expects this")
 
-    with running_with(FakeEngine()) as running, FleetClient(running.addresses) as client:
+    with running_with(FakeEngine()) as running, (client := FleetClient(running.addresses)):
         client.health()
         monkeypatch.setattr(client._fleet._pool, "place", fail)
         with pytest.raises(WorkerLostError, match="found ValueError: nobody expects this"):
@@ -390,7 +396,7 @@ def full_of(running: Running, index: int) -> Iterator[threading.Event]:
 def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
     with running_with(FakeEngine(), FakeEngine(), max_queued_requests=1) as running:
         members = Members(*running.addresses)
-        with FleetClient(members, patience=60.0) as client:
+        with (client := FleetClient(members, patience=60.0)):
             client.generate([[7]], FIVE)
             full = running.asked().index(1)
             running.engines[1 - full].flow.clear()
@@ -411,7 +417,7 @@ def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
 def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
     with running_with(FakeEngine(), FakeEngine(), max_queued_requests=1) as running:
         members = Members(*running.addresses)
-        with FleetClient(members, patience=60.0) as client:
+        with (client := FleetClient(members, patience=60.0)):
             running.engines[0].flow.clear()
             running.engines[1].flow.clear()
             thread, found = in_background(lambda: client.generate([[7]], FIVE))
@@ -433,7 +439,7 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
 
 
 def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
-    with FleetClient(running.addresses, straggler_seconds=0.2) as client:
+    with (client := FleetClient(running.addresses, straggler_seconds=0.2)):
         client.generate([[i] for i in range(8)], PARAMS, seed=1)
         running.engines[0].flow.clear()
         groups = client.generate([[i] for i in range(8)], *_repeated(8))
@@ -444,7 +450,7 @@ def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
 
 
 def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) -> None:
-    with FleetClient(running.addresses, straggler_seconds=0.2) as client:
+    with (client := FleetClient(running.addresses, straggler_seconds=0.2)):
         for i in range(3):
             client.generate([[i]], PARAMS, seed=1)
             client.score([[i, 1]])
@@ -471,7 +477,7 @@ def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
     monkeypatch.setattr(GroupState, "take", take_and_note)
     members = Members(*running.addresses)
     params = SamplingParams(max_tokens=20, seed=5)
-    with FleetClient(members, straggler_seconds=0.2) as client:
+    with (client := FleetClient(members, straggler_seconds=0.2)):
         client.generate([[i] for i in range(8)], PARAMS, seed=1)
         steps = [Steps(engine) for engine in running.engines]
         for is_lost in (False, True):
@@ -551,7 +557,7 @@ def test_a_group_that_a_push_would_mix_is_begun_anew(running: Running) -> None:
     (engine, _), address = running.engines, running.addresses[0]
     step = engine.step
 
-    def push_after_one() -> list[object]:
+    def push_after_one() -> list[Output]:
         outputs = step()
         if outputs and engine.weight_version == 3:
             engine.weight_version = 4
@@ -592,7 +598,7 @@ def test_a_file_tells_who_is_there(running: Running, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected the file of a fleet"):
         FleetClient(file)
     write_members(file, [Member("worker-0", running.addresses[0])])
-    with FleetClient(str(file)) as client:
+    with (client := FleetClient(str(file))):
         client.generate([[i] for i in range(4)], PARAMS, seed=1)
         assert running.asked() == [4, 0] and {*client.healths()} == {"worker-0"}
         write_members(file, [Member("worker-1", running.addresses[1])])
@@ -608,5 +614,5 @@ def test_the_asynchronous_client_has_the_same_calls(running: Running) -> None:
             return [group for groups in await asyncio.gather(*calls) for group in groups]
 
     groups = asyncio.run(generate())
-    assert_whole(groups, PARAMS, [group.params.seed for group in groups])
+    assert_whole(groups, PARAMS, [group.params.seed or 0 for group in groups])
     assert min(running.asked()) > 0

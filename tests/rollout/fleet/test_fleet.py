@@ -46,6 +46,8 @@ from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_access import asks_for_token
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
 from trueroll.rollout.fleet.slots import Slots
+from trueroll.rollout.fleet.totals import FleetHealth
+from trueroll.rollout.protocol import Health
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -75,7 +77,7 @@ def fleet(cluster: Path, tiny_llama: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def client(fleet: Fleet) -> Iterator[FleetClient]:
-    with FleetClient(fleet) as client:
+    with (client := FleetClient(fleet)):
         yield client
 
 
@@ -220,6 +222,11 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
         assert {health.weight_version for health in client.healths().values()} == {version}
 
 
+def troubles_of(health: Health) -> tuple[str, ...]:
+    assert isinstance(health, FleetHealth)
+    return health.troubles
+
+
 def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     fleet: Fleet, client: FleetClient, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,9 +239,9 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     for call in (lambda: fleet.scale(3), lambda: fleet.scale(3)):
         with pytest.raises(PushError, match="worker-2: .* cannot be handed over, after 3 attempts: weights_folder"):
             call()
-    wait_until(lambda: client.health().troubles != ())
-    assert client.health().troubles == fleet.health().troubles
-    assert "worker-2: weights_folder: cannot make" in fleet.health().troubles[0]
+    wait_until(lambda: troubles_of(client.health()) != ())
+    assert troubles_of(client.health()) == troubles_of(fleet.health())
+    assert "worker-2: weights_folder: cannot make" in troubles_of(fleet.health())[0]
     url = f"http://127.0.0.1:{fleet.metrics_port}"
     assert b"cannot make" in urllib.request.urlopen(f"{url}/healthz").read()
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
@@ -243,7 +250,7 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     assert int(failures) == 6 and len(given_up) == 2
     joins.unlink()
     fleet.scale(3)
-    assert fleet.health().troubles == () and {h.weight_version for h in client.healths().values()} == {3}
+    assert troubles_of(fleet.health()) == () and {h.weight_version for h in client.healths().values()} == {3}
     _assert_a_joining_worker_leaves(fleet)
 
 
@@ -351,7 +358,7 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == f"ready workers=1 fleet={file}\n".encode()
-        with FleetClient(file) as client:
+        with (client := FleetClient(file)):
             worker = client.healths()["worker-0"]
             assert worker.state == "ready"
             pid = next(p.pid for p in psutil.process_iter() if _has_socket(p, file))
@@ -363,7 +370,8 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
         wait_until(lambda: not psutil.pid_exists(pid))
     finally:
         process.kill()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _has_socket(process: psutil.Process, file: Path) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +29,14 @@ def prompt(prefix: int, own: int, length: int = 4 * PIECE) -> list[int]:
     return beginnings(np.concatenate((tokens(length, prefix), tokens(PIECE // 2, 1000 + own))))
 
 
-def fleet(workers: int | Iterable[str], **settings: float) -> Placement:
+def fleet(workers: int | Iterable[str], **settings: Any) -> Placement:
     placement = Placement(**settings)
     for name in range(workers) if isinstance(workers, int) else workers:
         placement.add(str(name))
     return placement
 
 
-def place(placement: Placement, beginnings: list[int], **settings: object) -> Placed:
+def place(placement: Placement, beginnings: list[int], **settings: Any) -> Placed:
     placed = placement.place(beginnings, 0.0, **settings)
     assert placed is not None
     return placed

@@ -28,7 +28,7 @@ from trueroll.errors import (
     WorkerLostError,
 )
 from trueroll.rollout import AsyncRolloutClient, WeightPublisher
-from trueroll.rollout.client.membership import Member, PushNote
+from trueroll.rollout.client.membership import Member, PushNote, Standing
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.fleet import hand_over as hand_over_module
 from trueroll.rollout.fleet import joining as joining_module
@@ -48,7 +48,7 @@ class Members:
     def members(self) -> list[Member]:
         return self.now
 
-    def stand(self, index: int, standing: str) -> None:
+    def stand(self, index: int, standing: Standing) -> None:
         self.now[index] = Member(self.now[index].name, self.now[index].address, "", standing)
 
 

@@ -51,7 +51,7 @@ DEFAULTS = HttpConfig(address="ipc://x")
 
 @pytest.fixture(scope="module")
 def front(chat_model: Path) -> Iterator[Front]:
-    limits = dict(max_body_elements=5000, max_text_chars=20_000, max_answer_bytes=2**16)
+    limits: dict[str, Any] = dict(max_body_elements=5000, max_text_chars=20_000, max_answer_bytes=2**16)
     with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model), **limits) as front:
         yield front
 
@@ -168,7 +168,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     parse, numbers = wire._parse, count()
 
     def noting(*arguments: Any, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
-        steps, number = parse(*arguments, is_setting), next(numbers)
+        steps, number = parse(*arguments, is_setting=is_setting), next(numbers)
         while True:
             found.append(number)
             try:

@@ -14,6 +14,7 @@ from http_fronts import Front, error_of, front_end
 from serving import serving
 from transformers import AutoTokenizer
 
+from trueroll.engine.request import FinishReason
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.http.tools import ToolText
 
@@ -129,8 +130,8 @@ def test_a_call_that_a_model_writes_reaches_the_openai_package(
     def drawn(id: str, index: int, count: int) -> tuple[list[int], None]:
         return token_ids[:count], None
 
-    def stop(request_id: str, index: int, reason: str) -> Any:
-        output = finish(request_id, index, reason)
+    def stop(request_id: str, index: int, reason: FinishReason) -> Any:
+        output: Any = finish(request_id, index, reason)
         return type(output)(**vars(output) | {"finish_reason": "stop"})
 
     monkeypatch.setattr(fake, "_drawn", drawn)

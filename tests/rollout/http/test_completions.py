@@ -177,7 +177,9 @@ def test_echo_tells_the_prompt_and_its_log_probs(front: Front, client: RolloutCl
     ] == ("ab")
 
 
-SAMPLING = dict(n=2, max_tokens=9, temperature=0.9, top_p=0.95, seed=21, logprobs=3, stop_token_ids=[2], min_tokens=2)
+SAMPLING: dict[str, Any] = dict(
+    n=2, max_tokens=9, temperature=0.9, top_p=0.95, seed=21, logprobs=3, stop_token_ids=[2], min_tokens=2
+)
 RENDERERS = dict(
     skip_special_tokens=False, flat_logprobs=True, detokenize=False, extra_args={"prl_compact_logprobs": True}
 )

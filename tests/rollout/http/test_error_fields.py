@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
+from frames import pack
 from http_fronts import Front, error_of, front_end
 from serving import serving
 
@@ -161,7 +162,7 @@ def test_what_a_worker_has_no_room_or_time_for_is_told_with_the_limit(fake: Fake
 def test_an_unknown_field_on_the_wire_is_named() -> None:
     fields = {"version": 1, "type": "abort", "id": "a", "request_id": "b", "depth": 3}
     with pytest.raises(ProtocolError) as caught:
-        protocol.from_client(protocol.codec.msgpack.packb(fields))
+        protocol.from_client(pack(fields))
     assert about(caught.value) == (ProtocolError, "depth", 3, None)
 
 

@@ -33,7 +33,7 @@ def test_completions_and_the_lifecycle_go_to_all_workers(
     with (
         front_end(workers[0].address, tokenizer=str(tiny_llama)) as one,
         front_end(str(file), tokenizer=str(tiny_llama)) as many,
-        FleetClient(file) as client,
+        (client := FleetClient(file)),
     ):
         first, second = (front.post("/v1/completions", {"model": front.model, **BODY}).json() for front in (one, many))
         assert first["choices"] == second["choices"] and len(first["choices"]) == 3
@@ -56,7 +56,7 @@ def test_a_stream_goes_on_when_its_worker_is_lost(chat_model: Path, tmp_path: Pa
         members = {f"worker-{i}": Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)}
         write_members(file, [*members.values()])
         front = stack.enter_context(front_end(str(file), tokenizer=str(chat_model)))
-        client = stack.enter_context(FleetClient(file))
+        stack.enter_context(client := FleetClient(file))
         create = partial(front.openai().completions.create, model="fake", extra_body={"return_token_ids": True})
         fields: dict[str, Any] = {**BODY, "prompt": [1, SLOW_STEP], "n": 2, "max_tokens": 30}
         whole = create(**fields).choices

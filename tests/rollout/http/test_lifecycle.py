@@ -28,6 +28,7 @@ from serving import WorkerOnThread, fake_process, serving
 from starlette.requests import Request
 from transformers import AutoModelForCausalLM
 
+from trueroll.engine.request import FinishReason
 from trueroll.errors import brief
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, protocol
 from trueroll.rollout.http import app, lifecycle, server, watch
@@ -250,8 +251,8 @@ def test_a_client_that_leaves_ends_its_request(
 def test_a_sample_that_fails_is_an_error(fronted: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = fake._finish
 
-    def fail(request_id: str, index: int, reason: str) -> Any:
-        output = finish(request_id, index, reason)
+    def fail(request_id: str, index: int, reason: FinishReason) -> Any:
+        output: Any = finish(request_id, index, reason)
         return type(output)(**vars(output) | {"finish_reason": "error", "error": "logits: found nan"})
 
     monkeypatch.setattr(fake, "_finish", fail)
@@ -335,11 +336,13 @@ def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeyp
         looking = watch.Watch(worker)  # type: ignore[arg-type]
         calls = Lifecycle(worker, looking, "", (None, None), None)  # type: ignore[arg-type]
         worker.answers.set()
-        assert json.loads((await calls.health(request)).body) == dict(state="ready", weight_version=3, age_seconds=0)
+        assert json.loads(bytes((await calls.health(request)).body)) == dict(
+            state="ready", weight_version=3, age_seconds=0
+        )
         looks = asyncio.create_task(looking.run())
         await asked_by_turns(lambda: looking.report() is not None)
         worker.answers.clear()
-        told = json.loads((await calls.health(request)).body)
+        told = json.loads(bytes((await calls.health(request)).body))
         assert told["state"] == "ready" and 0 < told["age_seconds"] < 60
         num_asked = worker.num_asked
         await asked_by_turns(lambda: worker.num_asked > num_asked)  # a look that will be answered after the change
@@ -349,7 +352,7 @@ def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeyp
         await asyncio.wait({asked}, timeout=4 * lifecycle.PATIENCE_SECONDS)
         assert not asked.done()
         worker.answers.set()
-        assert json.loads((await asked).body) == dict(state="paused", weight_version=3, age_seconds=0)
+        assert json.loads(bytes((await asked).body)) == dict(state="paused", weight_version=3, age_seconds=0)
         await asked_by_turns(lambda: looking.report() is not None)
         health, _ = looking.report() or (None, None)
         assert health is not None and health.state == "paused"
@@ -424,7 +427,7 @@ def test_what_a_killed_front_end_asked_for_is_ended(
     with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
         with command(running.address, "0", "--tokenizer", str(chat_model)) as front:
             asked = [threads.submit(front.post, "/v1/completions", body | {"stream": flag}) for flag in (True, False)]
-            other = threads.submit(client.generate, [[1, SLOW_STEP]], SamplingParams(max_tokens=60))
+            other = threads.submit(lambda: client.generate([[1, SLOW_STEP]], SamplingParams(max_tokens=60)))
             wait_until(lambda: num_open(running) == 3)
             client.pause()
             asked.append(threads.submit(front.post, "/v1/completions", body))

@@ -201,7 +201,7 @@ def test_a_request_that_failed_is_not_kept(front: Front) -> None:
 def sample(index: int, num_tokens: int, **fields: Any) -> SampleOutput:
     spans = (WeightSpan(1, 0, num_tokens),)
     logprobs = np.zeros(num_tokens, np.float32)
-    told = dict(finish_reason="length", seed=7, num_cached_tokens=0, weight_versions=spans) | fields
+    told: dict[str, Any] = dict(finish_reason="length", seed=7, num_cached_tokens=0, weight_versions=spans) | fields
     return SampleOutput("id", index, [1] * num_tokens, logprobs, **told)
 
 
@@ -229,7 +229,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_stop_strings_and_errors_are_cut() -> None:
     log = SampleLog()
     stopped = sample(0, 1, finish_reason="stop", stop_reason="x" * 1000, error="y" * 9999)
-    log.add([1], SamplingParams(stop="x" * 1000, stop_token_ids=[7]), None, [stopped])
+    log.add([1], SamplingParams(stop=("x" * 1000,), stop_token_ids=(7,)), None, [stopped])
     [group] = log.after(0)
     assert len(str(group.samples[0].stop_reason)) == len(str(group.samples[0].error)) == 500
     assert group.params.stop == () and group.params.stop_token_ids == ()

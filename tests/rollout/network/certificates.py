@@ -19,7 +19,7 @@ class Certificates:
     folder: Path
     settings: dict[str, Any]
 
-    def client(self, name: str) -> dict[str, str]:
+    def client(self, name: str) -> dict[str, Any]:
         """The arguments that let a client in as `name`."""
         public, _ = zmq.auth.load_certificate(self.folder / "worker.key")
         return {"server_public_key": public.decode(), "client_key": str(self.folder / f"{name}.key_secret")}

@@ -27,12 +27,14 @@ import psutil
 import pytest
 import torch
 import zmq
+import zmq.auth
 from fake_engine import MAX_MODEL_LEN, FakeEngine
+from frames import pack
 from machines import NOBODY, give_away
 from serving import FaultyWorker, RawClient, WorkerOnThread, check_group, fake_process, serving
 from zmq.utils.monitor import recv_monitor_message
 
-from trueroll.engine.request import SamplingParams
+from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.errors import (
     ConfigError,
     ForbiddenError,
@@ -130,7 +132,7 @@ def test_tcp_on_loopback_needs_no_typing_by_its_user_and_lets_nobody_else_in(eng
             keyless.connect(worker.address)
             generate(keyless, "a")
             assert keyless.poll(500) == 0
-    assert [request.params.n for request in engine.requests] == [2]
+    assert [isinstance(request, GenerateRequest) and request.params.n for request in engine.requests] == [2]
 
 
 def test_another_user_of_the_machine_gets_no_answer(engine: FakeEngine, open_folder: Path) -> None:
@@ -291,7 +293,7 @@ def test_a_generating_client_controls_nothing(
         with certificates.raw(name, worker.address) as dealer:
             answers[name] = {}
             for type, fields in CONTROL_CALLS.items():
-                dealer.send(msgpack.packb({"version": 1, "type": type, "id": f"{name}-{type}", **fields}))
+                dealer.send(pack({"version": 1, "type": type, "id": f"{name}-{type}", **fields}))
                 assert dealer.poll(20_000), type
                 reply = msgpack.unpackb(dealer.recv())
                 answers[name][type] = reply.get("code", reply["type"])
@@ -326,7 +328,7 @@ def test_a_trainer_with_a_key_pushes_and_a_generating_client_does_not(
 
 
 def ask(dealer: zmq.Socket[bytes], type: str, **fields: Any) -> None:
-    dealer.send(msgpack.packb({"version": 1, "type": type, **fields}))
+    dealer.send(pack({"version": 1, "type": type, **fields}))
 
 
 def receive(dealer: zmq.Socket[bytes]) -> dict[str, Any]:
@@ -377,7 +379,10 @@ def test_cached_prefixes_are_their_users(
         done = enter(name).generate([[1]], params)[0]
         assert done.params.cache_salt == (params.cache_salt if params else None)
     enter("alice").score([[1, 2]])
-    salts = [getattr(request, "cache_salt", None) or request.params.cache_salt for request in engine.requests]
+    salts = [
+        request.params.cache_salt if isinstance(request, GenerateRequest) else request.cache_salt
+        for request in engine.requests
+    ]
     alice, again, bob, guessed, shared, scored = salts
     assert alice == again == scored and guessed == shared and len({alice, bob, guessed, None}) == 4
 
@@ -604,7 +609,7 @@ def test_a_number_that_became_another_files_is_left_alone() -> None:
 
 def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() -> None:
     """libzmq aborts the process for it where its queue of received messages was full."""
-    health = msgpack.packb({"version": 1, "type": "health", "id": "a"})
+    health = pack({"version": 1, "type": "health", "id": "a"})
     message, ping = bytes([0, len(health)]) + health, b"\x04\x07\x04PING\0\0"
     with fake_process() as worker, RolloutClient(worker.address) as client:
         client.health()
@@ -624,7 +629,7 @@ def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() ->
 
 def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
     """Of its connection ZMQ tells nothing."""
-    health = msgpack.packb({"version": 1, "type": "health", "id": "a"})
+    health = pack({"version": 1, "type": "health", "id": "a"})
     with serving(engine) as worker, socket.socket(socket.AF_UNIX) as raw:
         raw.connect(worker.address.removeprefix("ipc://"))
         raw.sendall(b"\x01\0" + bytes([len(health) + 1]) + b"\0" + health)  # ZMTP 1: no identity, then a message
@@ -761,7 +766,7 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(engine: FakeEng
         with RawClient(worker.address) as raw:
             raw.generate("a", n=64, max_tokens=200)
             raw.receive_until("done")
-            repeat = msgpack.packb(
+            repeat = pack(
                 dict(
                     version=1,
                     type="generate",
@@ -1211,6 +1216,7 @@ def test_what_waits_is_counted_and_found() -> None:
                 made.append(ledger.add(user, message, message.params))
                 ledger.subscribe(made[-1], Submission(identity, caller))
             case 0 | 1 | 2:
+                assert entry is not None
                 ledger.join(entry)
                 ledger.subscribe(entry, Submission(identity, caller))
             case 3 if key in ledger.open:

@@ -55,7 +55,7 @@ LONGER = 10.0
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
-LONG = dict(n=12, max_tokens=800, seed=9, ignore_eos=True)
+LONG: dict[str, Any] = dict(n=12, max_tokens=800, seed=9, ignore_eos=True)
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 
@@ -660,7 +660,7 @@ def test_a_connection_that_breaks(
     with Forwarder(fleet.addresses[0]) as line, RolloutClient(line.address, timeout=PATIENT) as client:
         trainer.connect([line.address, fleet.addresses[1]], settings_of(transport, PATIENT, tmp_path))
         with ThreadPoolExecutor(1) as executor:
-            running = executor.submit(client.generate, [LONG_PROMPT], SamplingParams(**LONG))
+            running = executor.submit(lambda: client.generate([LONG_PROMPT], SamplingParams(**LONG)))
             wait_until(lambda: fleet.client(0).health().requests["open"] == 1)
             line.arm(fault, *CALLS[phase])
             fleet.version = old + 1

@@ -89,7 +89,8 @@ class Cluster:
     def publisher(self, transport: Any = "shared", **settings: Any) -> Iterator[WeightPublisher]:
         if transport == "disk":
             settings = dict(folder=self.folder / "pushes") | settings
-        with WeightPublisher(transport, **(dict(timeout=20.0) | settings)) as publisher:
+        defaults: dict[str, Any] = dict(timeout=20.0)
+        with WeightPublisher(transport, **(defaults | settings)) as publisher:
             publisher.connect([worker.address for worker in self.workers])
             yield publisher
 
@@ -422,7 +423,9 @@ def test_a_lender_that_ends_before_others_have_its_memory_is_said_to_be_lost(clu
     before = trainer_tensors(1)
     with cluster.publisher(timeout=2.0) as publisher:
         first = publisher.push(before, 1)
-        other.engine.weights.has_lost = True
+        weights = other.engine.weights
+        assert isinstance(weights, KinWeights)
+        weights.has_lost = True
         lender.mute.add("abort_push")
         with pytest.raises(PushError, match=f"{other.address} failed: lent: .*{lender.address} does not") as caught:
             publisher.push(trainer_tensors(2), 2)
@@ -1008,6 +1011,7 @@ def test_a_folder_is_a_checkpoint_and_can_be_pushed_again(cluster: Cluster) -> N
         cluster.end(worker)
         restarted = cluster.start(worker.address)
         again = publisher.push_folder(folder)
+        assert again is not None
         assert (again.version, again.push_id, again.num_bytes) == (5, first.push_id, first.num_bytes)
         assert serves(restarted, tensors, again)
 

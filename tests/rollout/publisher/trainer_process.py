@@ -136,7 +136,8 @@ def install(hold: Hold) -> None:
 
     Transaction.begin, Transaction.stage, Transaction.verify = held_begin, held_stage, held_verify
     Transaction._lend = held_lend
-    WorkerClients._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
+    WorkerClients._ask, GroupSlots.open = held_ask, held_join
+    FolderWriter.append = held_append  # type: ignore[method-assign]
 
 
 def main() -> None:

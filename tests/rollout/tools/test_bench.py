@@ -89,7 +89,7 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
 
 def test_random_weights_are_measured_like_others(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    config = config_of(shutil.copy(tiny_llama / "config.json", tmp_path))
+    config = config_of(Path(shutil.copy(tiny_llama / "config.json", tmp_path)))
     bench.bench(config, Plan((SHARED,), (True,), json_file=file, dummy_weights=True), Console(quiet=True))
     report = json.loads(file.read_text())
     assert report["setting"]["model"] == f"{tmp_path}/config.json with random weights"

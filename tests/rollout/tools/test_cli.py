@@ -247,16 +247,17 @@ def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypa
 
 
 def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, color_system=None, width=40)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, force_interactive=True, color_system=None, width=40)
     with demo._stage(console, "Working ..."):
         pass
-    printed = console.file.getvalue()
+    printed = file.getvalue()
     assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line and then what moves"
     assert printed.endswith("\r\x1b[1A\x1b[2K"), "which is gone in the end"
 
 
 def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:
-    tokens = np.arange(len(logprobs), dtype=np.int32)
+    tokens: Any = np.arange(len(logprobs), dtype=np.int32)
     return SampleOutput("r", 0, tokens, np.array(logprobs, np.float32), "length", 0, num_cached_tokens, ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ def rows(*arguments: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("family", ["llama", "olmo3"])
 def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> None:
     layers = ["sliding_attention"] * 3 + ["full_attention"]
-    overrides = dict(num_hidden_layers=4, layer_types=layers) if family == "olmo3" else {}
+    overrides: dict[str, Any] = dict(num_hidden_layers=4, layer_types=layers) if family == "olmo3" else {}
     told = rows(str(make_tiny_model(family, tmp_path / family, **overrides)), "--memory", "0.25")
     windows = [name for name in told if name.startswith("KV blocks, window")]
     assert windows == (["KV blocks, window 32"] if family == "olmo3" else [])

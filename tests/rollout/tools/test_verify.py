@@ -24,11 +24,11 @@ from torch import Tensor
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.request import SampleOutput
+from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running import executor
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.kernels import reference
-from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, TokenStatistics, Wanted, Weight
+from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, MlpWeights, TokenStatistics, Wanted, Weight
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools import verify
@@ -129,7 +129,9 @@ def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any, sizes
 def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), backend="reference")
     loaded = load_model(config)
-    weight = loaded.model.layers[0].mlp.gate
+    mlp = loaded.model.layers[0].mlp
+    assert isinstance(mlp, MlpWeights) and isinstance(mlp.gate, Tensor)
+    weight = mlp.gate
     assert depends_on_the_row_count(lambda x: linear_in_halves(x, weight), weight.shape[1])
     assert finds_differences(config, loaded, reference_with(linear_in_halves))
 
@@ -386,14 +388,20 @@ SHOWN = ["ended by a token", "held back by min_tokens", "other log-probs", "ende
 def test_each_variation_of_a_request_shows(tiny_model: Path) -> None:
     runs, shown = baseline(tiny_model)
     assert shown == SHOWN
-    plain = next(run.requests[0].params for run in runs if run.requests[0].id == "plain 64")
+    plain = next(asked_of(run).params for run in runs if run.requests[0].id == "plain 64")
     assert (plain.n, plain.temperature, plain.has_filters, plain.top_logprobs) == (4, 1.0, False, None)
+
+
+def asked_of(run: Run) -> GenerateRequest:
+    request = run.requests[0]
+    assert isinstance(request, GenerateRequest)
+    return request
 
 
 def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
     """The run as if other parameters had been asked for, or another first sample had come."""
     changed = dataclasses.replace(run.samples[0], **sample)
-    request = verify.with_params(run.requests[0], **params)
+    request = verify.with_params(asked_of(run), **params)
     return dataclasses.replace(run, requests=[request], outputs=[changed, *run.outputs[1:]])
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zmq
 from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, expected_tokens
+from frames import pack
 from serving import RawClient, WorkerOnThread, serving
 
 from trueroll.engine.request import SamplingParams
@@ -58,7 +59,7 @@ def with_value(field: str, value: bytes, **fields: Any) -> bytes:
     """A message whose first fields are a version and an id, and whose last one has a value that is packed already."""
     before = {"id": "bad", "version": 1, **fields}
     before.pop(field, None)
-    return msgpack.packb({**before, field: 0})[:-1] + value
+    return pack({**before, field: 0})[:-1] + value
 
 
 def generate(prompt: list[int] | bytes = TOKENS, **params: Any) -> dict[str, Any]:
@@ -135,7 +136,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_message_is_refused_by_name(raw: RawClient, name: str) -> None:
     fields, code, text = REFUSED[name]
-    raw.socket.send(msgpack.packb({"version": 1, "id": "bad", **fields}))
+    raw.socket.send(pack({"version": 1, "id": "bad", **fields}))
     reply = raw.receive()
     assert (reply["type"], reply["code"]) == ("error", code) and text in reply["message"]
     assert reply["id"] == "bad"
@@ -143,7 +144,7 @@ def test_a_bad_message_is_refused_by_name(raw: RawClient, name: str) -> None:
 
 @pytest.mark.parametrize("id", [None, 5, "", "x" * 129, b"bytes"])
 def test_a_bad_id_is_refused(raw: RawClient, id: Any) -> None:
-    raw.socket.send(msgpack.packb({"version": 1, "id": id, **generate()}))
+    raw.socket.send(pack({"version": 1, "id": id, **generate()}))
     reply = raw.receive()
     assert (reply["code"], reply["id"]) == ("invalid_message", None) and "generate.id" in reply["message"]
 
@@ -186,7 +187,7 @@ def test_what_a_decoder_raises_is_an_error_of_that_message_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr("trueroll.rollout.protocol.codec.msgpack.unpackb", broken)
-        raw.socket.send(msgpack.packb({"version": 1, "id": "bad", **generate()}))
+        raw.socket.send(pack({"version": 1, "id": "bad", **generate()}))
         reply = msgpack.Unpacker()
         reply.feed(raw.socket.recv())
         fields = reply.unpack()
@@ -195,17 +196,17 @@ def test_what_a_decoder_raises_is_an_error_of_that_message_alone(
 
 UNREADABLE = {
     "empty": b"",
-    "truncated": msgpack.packb({"version": 1, "id": "bad", **generate()})[:-3],
-    "two maps": msgpack.packb({"version": 1, "type": "stats", "id": "x"}) * 2,
-    "no map": msgpack.packb([1, 2, 3]),
+    "truncated": pack({"version": 1, "id": "bad", **generate()})[:-3],
+    "two maps": pack({"version": 1, "type": "stats", "id": "x"}) * 2,
+    "no map": pack([1, 2, 3]),
     "deeply nested": b"\x91" * 3000 + b"\xc0",
     "claims what is not there, in each other": b"\xdd\x00\x04\x00\x00" * 800,
     "claims four gigabytes": b"\xc6\xff\xff\xff\xff" + b"x" * 10,
     "claims four billion elements": b"\xdd\xff\xff\xff\xff",
-    "extension type": msgpack.packb({"version": 1, "type": msgpack.ExtType(5, b"x"), "id": "bad"}),
+    "extension type": pack({"version": 1, "type": msgpack.ExtType(5, b"x"), "id": "bad"}),
     "not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
-    "key that is no string": msgpack.packb({1: 2}),
-    "parameter whose name is no string": msgpack.packb({"version": 1, "id": "bad", **generate(), "params": {b"n": 1}}),
+    "key that is no string": pack({1: 2}),
+    "parameter whose name is no string": pack({"version": 1, "id": "bad", **generate(), "params": {b"n": 1}}),
 }
 
 
@@ -220,7 +221,7 @@ def test_unreadable_bytes_get_an_error(raw: RawClient, name: str) -> None:
     assert reply["id"] == WITH_AN_ID.get(name), "an id that can be read is told"
 
 
-@pytest.mark.parametrize("frames", [[b""] * 2, [msgpack.packb({"version": 1, "type": "stats", "id": "x"})] * 3])
+@pytest.mark.parametrize("frames", [[b""] * 2, [pack({"version": 1, "type": "stats", "id": "x"})] * 3])
 def test_more_than_one_frame_gets_an_error(raw: RawClient, frames: list[bytes]) -> None:
     raw.socket.send_multipart(frames)
     reply = raw.receive()
@@ -296,4 +297,4 @@ def test_a_value_that_is_shown_is_shown_in_short() -> None:
     for value in (10**5000, deep, b"x" * 10**6, "x" * 10**6, {i: i for i in range(10**5)}):
         assert 1 <= len(brief(value)) <= 80
         with pytest.raises(InvalidRequestError, match="top_p: .*found"):
-            SamplingParams(top_p=value)
+            SamplingParams(top_p=value)  # type: ignore[arg-type]

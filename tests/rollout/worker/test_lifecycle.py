@@ -15,7 +15,7 @@ from trueroll.rollout.protocol import ALL_TAGS, State
 from trueroll.rollout.worker.lifecycle import LEGAL_CALLS, LEGAL_MOVES, Lifecycle, Standing
 
 PAGE = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
-STATES: dict[State, Callable[[Lifecycle], None]] = {
+STATES: dict[State, Callable[[Lifecycle], object]] = {
     "loading": lambda lifecycle: None,
     "ready": lambda lifecycle: lifecycle.finish_loading(),
     "paused": lambda lifecycle: (lifecycle.finish_loading(), go(lifecycle, "paused", Standing(is_paused=True))),

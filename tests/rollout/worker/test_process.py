@@ -27,6 +27,7 @@ from trueroll.errors import ConfigError, ModelError, PushError, WorkerFailedErro
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker.process import raise_descriptor_limit
+from trueroll.weight_sync.trainer.sender import Transport
 
 SECONDS = 60
 
@@ -221,7 +222,7 @@ def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
 
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 @thinned(lambda transport: transport == "collective")
-def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: str) -> None:
+def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: Transport) -> None:
     with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=10.0) as publisher:
         publisher.connect([worker.address])
 

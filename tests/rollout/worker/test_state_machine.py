@@ -487,7 +487,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, n=st.integers(1, 4), max_tokens=st.integers(1, 24), style=STYLES, seed=st.integers(0, 3))
     def generate(self, prompt: Prompt, n: int, max_tokens: int, style: dict[str, Any], seed: int) -> None:
-        fields = dict(n=n, max_tokens=max_tokens, seed=seed, **style)
+        fields: dict[str, Any] = dict(n=n, max_tokens=max_tokens, seed=seed, **style)
         self.sync()
         self.submit("generate", prompt, SamplingParams(**fields), dict(prompt_token_ids=_tokens(prompt), params=fields))
 

@@ -285,7 +285,7 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
 ) -> None:
     may_abort, abort = threading.Event(), engine.abort
-    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]
+    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]  # type: ignore[method-assign]
     engine.gate.clear()
     raw.generate("a", caller="x", max_tokens=1)
     assert engine.at_gate.wait(timeout=20)
@@ -537,7 +537,7 @@ def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> Non
 
 def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(engine: FakeEngine) -> None:
     may_abort, abort = threading.Event(), engine.abort
-    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]
+    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]  # type: ignore[method-assign]
     with serving(engine) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", max_tokens=1)

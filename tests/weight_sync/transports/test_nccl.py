@@ -1,5 +1,7 @@
 """The process group of NCCL: who joins it and when, how it is waited for, and what its failures become."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os

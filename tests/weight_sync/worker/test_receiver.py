@@ -379,8 +379,8 @@ def num_tensors() -> int:
 
 
 @pytest.mark.parametrize("change", [{"num_slots": 2**16 + 1}, {"slot_bytes": 2**40}, {"slot_bytes": 65}])
-def test_shared_memory_has_slots_within_bounds(change: dict[str, int]) -> None:
-    fields = {"name": f"trueroll-{'0' * 32}", "slot_bytes": 64, "num_slots": 2**16}
+def test_shared_memory_has_slots_within_bounds(change: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"name": f"trueroll-{'0' * 32}", "slot_bytes": 64, "num_slots": 2**16}
     SharedSource(**fields)
     with pytest.raises(ValidationError, match=[*change][0]):
         SharedSource(**fields | change)

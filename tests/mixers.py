@@ -1,0 +1,10 @@
+"""The mixer of a layer, for a test that knows of which kind it is."""
+
+from __future__ import annotations
+
+from trueroll.kernels.specs import AttentionSpec, LayerSpec
+
+
+def attention_of(spec: LayerSpec) -> AttentionSpec:
+    assert isinstance(spec.mixer, AttentionSpec)
+    return spec.mixer
