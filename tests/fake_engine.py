@@ -293,7 +293,8 @@ class FakeEngine:
         return {"weights": 1000, "kv_cache": 2000}
 
     def _act(self, in_flight: str) -> list[Output]:
-        assert in_flight != "drain" or not self._open
+        if in_flight == "drain" and self._open:
+            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._open)}")
         return [output for id in list(self._open) for output in self.abort(id)] if in_flight == "abort" else []
 
     def stats(self) -> FakeStats:
