@@ -60,6 +60,8 @@ chaos: .venv/.dev
 lint: .venv/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@rm -rf build/types && mkdir -p build/types/trueroll
+	@cd build/types/trueroll && ln -s $(addprefix ../../../,rollout/trueroll/*.py rollout engine kernels weight_sync) .
 	@$(BIN)/pyright
 
 docs: .venv/.dev
