@@ -39,7 +39,8 @@ def engine(request: pytest.FixtureRequest, tiny_llama: Path) -> ServedEngine:
 
 
 def generate(id: str, prompt: np.ndarray = PROMPT, **params: Any) -> GenerateRequest:
-    return GenerateRequest(id, prompt, SamplingParams(**(dict(seed=SEED, max_tokens=6, ignore_eos=True) | params)))
+    chosen: dict[str, Any] = dict(seed=SEED, max_tokens=6, ignore_eos=True) | params
+    return GenerateRequest(id, prompt, SamplingParams(**chosen))
 
 
 def drain(engine: ServedEngine) -> list[Output]:

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 from trueroll.errors import (
     IdConflictError,
@@ -400,7 +400,7 @@ class AsyncRolloutClient:
         """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
         await self._connection.close()
 
-    async def __aenter__(self) -> AsyncRolloutClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -597,7 +597,7 @@ class RolloutClient:
         self._thread.end(self._client.close)
         self._abandon.detach()
 
-    def __enter__(self) -> RolloutClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import torch
 
@@ -240,7 +240,7 @@ class WeightPublisher:
         self._disconnect()
         self._sender.close()
 
-    def __enter__(self) -> WeightPublisher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
