@@ -226,7 +226,7 @@ class Control:
         return Operation(call, None, self.lifecycle.standing, done, save)
 
     def _compute_checksums(self, call: protocol.GetChecksums) -> Operation:
-        from ...weight_sync.worker.adapting import served_checksums
+        from ...weight_sync.worker.adapters import served_checksums
 
         self.lifecycle.check_weights_awake(call.type)
         if self.lifecycle.standing.is_dirty:

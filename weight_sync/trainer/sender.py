@@ -19,7 +19,7 @@ import torch
 
 from trueroll.errors import ConfigError, PushError
 
-from ..payload.adapted import with_adapters
+from ..payload.adapters import with_adapters
 from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, Adapters, DiskSource, FolderManifest
 from ..payload.messages import Weights
 from ..payload.packing import slot_bytes

@@ -20,7 +20,7 @@ import torch
 
 from trueroll.errors import DeadlineError, PushError, TruerollError
 
-from ..payload.adapted import with_adapters
+from ..payload.adapters import with_adapters
 from ..payload.manifest import CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, VerifyPush
 from ..payload.parameters import Parameters, own_dtypes, spellings_of
@@ -32,7 +32,7 @@ from ..transports.gloo_reader import GlooReader
 from ..transports.gpu import stream_beside
 from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
-from .adapting import begin_adapters, merge_adapters
+from .adapters import begin_adapters, merge_adapters
 from .assembly import Assembly, Destination, LendableStagingArea, StagingArea
 from .call_queue import Call, CallQueue, begin_seconds
 from .events import Broken, Opened, Progress, PushEvent, Reached
