@@ -44,9 +44,9 @@ class ModelRunner:
     def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
         self.model, self.device = model, model.device
         self.block_size = block_size
-        self.windows = model.spec.windows
+        windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
-        self.groups = [self.windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
+        self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
         blocks = [num_blocks[group] for group in self.groups]
 
         def build(empty: Empty) -> list[Memory]:
@@ -59,7 +59,7 @@ class ModelRunner:
         # Small pages, so that a block takes memory only once it is used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories = build(empty)
-        self._caches: list[list[Tensor]] = [[] for _ in self.windows]  # of each group
+        self._caches: list[list[Tensor]] = [[] for _ in windows]  # of each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
         self._has_states = bool(model.spec.delta_nets)

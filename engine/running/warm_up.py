@@ -91,7 +91,7 @@ class _Computation:
 
     def _pages(self, batch: AttentionBatch) -> list[Pages]:
         """For each window, on its one block."""
-        return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.windows)
+        return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.model.spec.windows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
@@ -112,7 +112,7 @@ def _outline(loaded: LoadedModel) -> Decoder:
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """The bytes that are free while memory is held for all graphs and for the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
-    spare = [0] * len(computation.runner.windows), 0
+    spare = [0] * len(computation.runner.model.spec.windows), 0
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # first, since it gives back what torch keeps of other memory
