@@ -219,7 +219,7 @@ class OpenScore:
 
 
 class Grown:
-    """Samples whose deltas were asked for."""
+    """The streamed samples that have new tokens."""
 
     def __init__(self) -> None:
         self._samples: list[OpenSample] = []

@@ -30,7 +30,7 @@ _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws. `is_finite` is false where a token's logit is no number. `records`:
-    the bytes of each of `columns.TOPS`, of the draws that asked for it, by their place.
+    the bytes of each column of `request.TOPS`, by the place of each draw that asked for them.
     """
 
     token_ids: list[int]
