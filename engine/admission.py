@@ -21,6 +21,7 @@ from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_
 from .pipeline import Ledger
 from .request import (
     TOPS,
+    ContentSpan,
     GenerateRequest,
     GrowingColumns,
     Request,
@@ -77,8 +78,8 @@ class Admission:
             text = "seed: expected a number, found None; give one, such as `seed_of` the request"
             raise InvalidRequestError(text, field="seed")
         assert params.max_tokens is not None
-        self._check_tokens("prompt_token_ids", request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
-        check_spans(request.spans, num_prompt_tokens)
+        num_tokens = num_prompt_tokens + params.max_tokens
+        self._check_content("prompt_token_ids", request.prompt_token_ids, request.spans, 1, num_tokens)
         _check_prior(request)
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
@@ -152,8 +153,7 @@ class Admission:
         self.joined_tokens += running.num_prompt_tokens
 
     def _add_score(self, request: ScoreRequest) -> None:
-        self._check_tokens("token_ids", request.token_ids, 2, len(request.token_ids))
-        check_spans(request.spans, len(request.token_ids))
+        self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
         # The last token is only predicted, never read.
@@ -163,12 +163,15 @@ class Admission:
         )
         self._ledger.open_score(score, self._new_sequence(tokens, score, chain))
 
-    def _check_tokens(self, field: str, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
+    def _check_content(
+        self, field: str, token_ids: np.ndarray, spans: tuple[ContentSpan, ...], minimum: int, num_tokens: int
+    ) -> None:
         if (found := len(token_ids)) < minimum:
             text = f"token ids: expected at least {minimum}, found {found}"
             raise InvalidRequestError(text, field=field, value=found, limit=minimum)
         _check_vocabulary(field, "token ids", token_ids, self._info)
         check_length(field, found, num_tokens - found, self._info.max_model_len)
+        check_spans(spans, found)
         self._scheduler.cache.tables.check_fits(num_tokens)
 
 

@@ -28,9 +28,9 @@ from .request import InFlight, Output, Request, SampleDelta, Tag
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
-from .scheduling.recurrent import Intervals, StateSlots
+from .scheduling.recurrent import Intervals, StateSlots, StateStats
 from .scheduling.scheduler import Scheduler, SharedPrompts
-from .stats import EngineStats, PoolStats
+from .stats import EngineStats
 
 
 class Engine:
@@ -175,7 +175,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
-        cache, slots = scheduler.cache, scheduler.running.states.slots
+        tables, states = scheduler.cache.tables, scheduler.running.states
+        checkpoints = StateStats() if states is None else states.slots.stats
         return EngineStats(
             steps=self._pipeline.steps,
             num_running=len(scheduler.running.sequences),
@@ -188,18 +189,15 @@ class Engine:
             preemptions=scheduler.stats.preemptions,
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
-            evictions=cache.tables.evictions,
+            evictions=tables.evictions,
             shortened_hits=scheduler.stats.shortened_hits,
-            checkpoints_skipped=slots.stats.skipped,
-            checkpoints_evicted=slots.stats.evicted,
-            checkpoints_restored=slots.stats.restored,
-            checkpoints_ready=slots.num_ready,
-            checkpoints_reserved=slots.num_reserved,
+            checkpoints_skipped=checkpoints.skipped,
+            checkpoints_evicted=checkpoints.evicted,
+            checkpoints_restored=checkpoints.restored,
+            checkpoints_ready=checkpoints.ready,
+            checkpoints_reserved=checkpoints.reserved,
             expert_tokens=self._pipeline.expert_tokens,
-            pools=tuple(
-                PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
-                for window, pool in zip(cache.tables.windows, cache.tables.pools, strict=True)
-            ),
+            pools=tables.stats(),
             samples_finished=dict(ledger.finished),
         )
 
@@ -210,17 +208,17 @@ class Engine:
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     """A scheduler with an empty prefix cache, and what hangs on the cache's entries."""
-    slots = StateSlots(info.num_slots, info.checkpoints)
+    slots = StateSlots(info.num_slots, info.checkpoints) if info.live_states else None
     routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if info.num_experts else None
 
     def forget(entries: Iterable[Entry]) -> None:
         entries = list(entries)
-        slots.forget(entries)
+        if slots is not None:
+            slots.forget(entries)
         if routes is not None:
             routes.forget(entries)
 
     num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
     cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
     intervals = Intervals(info.state_interval, config.decode_state_interval)
-    states = slots if info.live_states else None
-    return Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, states, intervals, routes)
+    return Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, slots, intervals, routes)

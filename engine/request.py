@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
+import uuid
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -509,6 +510,11 @@ Output: TypeAlias = SampleOutput | ScoreOutput
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
+
+
+def new_id() -> str:
+    """A random id for a message, a request, a caller or a push: 32 lower-case hexadecimal digits."""
+    return uuid.uuid4().hex
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -32,8 +32,6 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from trueroll.errors import ConfigError
-
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
@@ -71,11 +69,6 @@ class AttentionBatch:
     block_tables: Tensor
     lens: Tensor | None = None
 
-    @cached_property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """`query_starts` and `context_lens`, int64, made once for all layers."""
-        return _int64(self.query_starts), _int64(self.context_lens)
-
 
 @dataclass(frozen=True)
 class StateBatch:
@@ -96,7 +89,9 @@ class StateBatch:
     @cached_property
     def starts(self) -> Tensor:
         """`query_starts`, int64, made once for all layers."""
-        return _int64(self.query_starts)
+        # `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer.
+        starts = self.query_starts
+        return torch.frombuffer(array("q", starts), dtype=torch.int64) if starts else torch.empty(0, dtype=torch.int64)
 
 
 class Pages(NamedTuple):
@@ -108,11 +103,6 @@ class Pages(NamedTuple):
 
     slots: Tensor
     batch: AttentionBatch
-
-
-def _int64(values: Sequence[int]) -> Tensor:
-    """`values` as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -266,12 +256,6 @@ class Weight(Protocol):
     def to_dense(self) -> Tensor:
         """A tensor [rows, columns] with the same values, perhaps the weight itself."""
         ...
-
-
-def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1: for backends that compute no other number."""
-    if pieces != 1:
-        raise ConfigError(f"project_back: this backend computes 1 piece (got {pieces}); use the backend reference")
 
 
 class Backend(Protocol):

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+
 from .contract import (
     AttentionWeights,
     Backend,
@@ -157,6 +159,12 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     o_bias = of("mixer.o_bias", hidden) if spec.o_bias else None
     sinks = of("mixer.sinks", spec.num_heads) if spec.sinks else None
     return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks)  # type: ignore[arg-type]
+
+
+def check_pieces(pieces: int) -> None:
+    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1: for backends that compute no other number."""
+    if pieces != 1:
+        raise ConfigError(f"project_back: this backend computes 1 piece (got {pieces}); use the backend reference")
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -259,7 +260,7 @@ class DecoderSpec:
         """The mixers of the layers that keep a state."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec)]
 
-    @property
+    @cached_property
     def experts(self) -> list[ExpertsSpec]:
         """Of the layers that have experts."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]

@@ -6,7 +6,9 @@ are queued behind the kernels of the current stream, from and into pinned memory
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +23,27 @@ def wait_for_stream(device: torch.device) -> None:
     """Waits until `device` has done all that this thread asked of it."""
     if (stream := current_stream(device)) is not None:
         stream.synchronize()
+
+
+@contextmanager
+def stream_beside(device: torch.device) -> Iterator[None]:
+    """What this thread does on a CUDA device comes after what the default stream has been given so far, and overlaps
+    with what others do there later.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = _receiving_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+
+@cache
+def _receiving_stream(index: int) -> torch.cuda.Stream:
+    """Always the same one, for torch gives memory that was freed on a stream to that stream alone again."""
+    return torch.cuda.Stream(index)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

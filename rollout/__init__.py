@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         WeightSpan,
         derive_seed,
     )
-    from ..weight_sync.trainer.outcome import (
+    from ..weight_sync.trainer.trainer_tensors import (
         PushResult,
     )
     from .auditing import (
@@ -110,7 +110,7 @@ _NAMES = {
         "WorkerFailedError",
         "WorkerLostError",
     ],
-    "..weight_sync.trainer.outcome": ["PushResult"],
+    "..weight_sync.trainer.trainer_tensors": ["PushResult"],
     ".auditing": ["Audit", "audit"],
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],

@@ -61,6 +61,7 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 class Arena(ABC):
     """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept.
 
+    `num_held`: the bytes of its device that it holds now, alignment included. Host pages count before they are touched.
     `copy_note`: why `take` had to copy pages of the host, which takes longer than moving them; empty if it did not.
     """
 
@@ -68,13 +69,8 @@ class Arena(ABC):
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
+        self.num_held = memory.nbytes
         self._layout: list[tuple[int, int]] = []
-        self._is_held = True
-
-    @property
-    def num_held(self) -> int:
-        """The bytes of its device that it holds now, alignment included. Host pages count before they are touched."""
-        return self._memory.nbytes if self._is_held else 0
 
     def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """The next tensor."""
@@ -137,10 +133,10 @@ class HostArena(Arena):
         if not keep:
             _map(self._memory, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
             self._advise()
-            self._is_held = False
+            self.num_held = 0
 
     def restore(self) -> None:
-        self._is_held = True
+        self.num_held = self._memory.nbytes
 
     def _move(self, other: Arena) -> bool:
         if not isinstance(other, HostArena):
@@ -170,18 +166,18 @@ class DeviceArena(Arena):
     def drop(self, keep: bool) -> None:
         if not keep:
             self._kept = None
-        elif self._is_held:
+        elif self.num_held:
             self._kept = self._memory.to("cpu", copy=True)
         self._memory.untyped_storage().resize_(0)
-        self._is_held = False
+        self.num_held = 0
         if self._memory.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        if self._is_held:
+        if self.num_held:
             return
         self._memory.untyped_storage().resize_(self._memory.nbytes)
-        self._is_held = True
+        self.num_held = self._memory.nbytes
         if self._kept is None:
             self._memory.zero_()
         else:

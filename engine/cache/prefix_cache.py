@@ -47,6 +47,7 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from ..request import ContentSpan, content_within
+from ..stats import PoolStats
 
 Owner = TypeVar("Owner")
 
@@ -296,6 +297,13 @@ class BlockTables:
         """How many cached blocks were handed out so far, of all groups."""
         return sum(pool.evictions for pool in self.pools)
 
+    def stats(self) -> tuple[PoolStats, ...]:
+        """How the pool of each window is used."""
+        return tuple(
+            PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
+            for window, pool in zip(self.windows, self.pools, strict=True)
+        )
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -414,15 +422,12 @@ class PrefixCache:
     ) -> None:
         pools = {w: Pool[Entry](count, partial(self._lose, i)) for i, (w, count) in enumerate(num_blocks.items())}
         self.enabled = enabled
+        self.block_size = block_size
         self.tables = BlockTables(pools, block_size)
         self.claims = Claims()
         self.identity = BlockIdentity(block_size)
         self._index: dict[bytes, Entry] = {}
         self._forget = forget
-
-    @property
-    def block_size(self) -> int:
-        return self.tables.block_size
 
     @property
     def entries(self) -> Collection[Entry]:

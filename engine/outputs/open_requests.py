@@ -60,10 +60,11 @@ class DrawRecord(NamedTuple):
     def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, bans: bool) -> DrawRecord:
         """That of a sample with `max_tokens` and an unsigned 64-bit seed. `bans`: some tokens are banned at first."""
         assert params.max_tokens is not None
+        temperature = divisor(params)
         return cls(
             as_signed(seed),
             GREEDY if params.is_greedy else SAMPLE,
-            divisor(params),
+            temperature,
             params.has_filters,
             params.top_k,
             params.top_p,

@@ -149,21 +149,15 @@ class LocalExecutor:
             self._graphs.capture()
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
-        self._lanes = LaneState(config.max_num_seqs, device) if runs_ahead(device) else None
+        self.routes = formed
+        self.runs_ahead = runs_ahead(device)
+        self._lanes = LaneState(config.max_num_seqs, device) if self.runs_ahead else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
         log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
-
-    @property
-    def routes(self) -> RouteFormat | None:
-        return None if self._experts is None else self._experts.format
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._lanes is not None
 
     def check_ready(self) -> None:
         if self._asleep:
@@ -177,7 +171,7 @@ class LocalExecutor:
         hidden, found = (graphs or self._runner).run(step, self._lanes)
         routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
-        drawing = self._draw(step, hidden, graphs) if len(step.draws) else None
+        drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
         if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)

@@ -92,9 +92,9 @@ class _Inputs:
     def fill_tokens(self, step: Step, runner: ModelRunner, lanes: LaneState | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count = len(step.token_ids)
-        columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
-        positions, lens, reads, writes, *slots = runner.to_device(columns)
-        self.token_ids[:count] = runner.token_ids(step, lanes)
+        columns = np.vstack((step.token_ids, step.positions, step.context_lens, step.states, *step.slots))
+        token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
+        self.token_ids[:count] = runner.seen(token_ids, step, lanes)
         self.positions[:count] = positions
         self.lens[:count], self.lens[count:] = lens, 1
         self.states[0, :count], self.states[1, :count] = reads, writes

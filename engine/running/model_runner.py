@@ -70,14 +70,14 @@ class ModelRunner:
 
         `lanes`: what the steps before have drawn, where steps have unseen tokens.
         """
-        arrays = step.positions, step.states, *step.slots, *step.block_tables
-        positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
+        arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
+        token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
         count = len(step.slots)
         pages = [
             Pages(slots, AttentionBatch(step.query_starts, step.context_lens, tables))
             for slots, tables in zip(paged[:count], paged[count:], strict=True)
         ]
-        return self.forward(self.token_ids(step, lanes), positions, pages, states)
+        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states)
 
     def forward(
         self,
@@ -95,9 +95,10 @@ class ModelRunner:
             return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states)))
         return self.model.forward(ModelInput(*tokens))
 
-    def token_ids(self, step: Step, lanes: LaneState | None) -> Tensor:
-        """The tokens of a step, int64 [M], on the device."""
-        token_ids = self.to_device(step.token_ids)
+    def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
+        """The step's `token_ids`, int64 [M], which are on the device, with those in the places of unseen ones that the
+        step before draws.
+        """
         if not step.unseen.size:
             return token_ids
         assert lanes is not None

@@ -111,7 +111,7 @@ def plan_step(
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()
     # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [chunks.ends[i] - counts[i], chunks.ends[i]).
-    owners = np.arange(len(chunks)).repeat(counts)
+    owners = np.arange(len(counts)).repeat(counts)
     positions = np.arange(len(owners)) + (chunks.ends - ends)[owners]
     most = lanes.num_blocks[chunks.lanes].max()
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
@@ -144,14 +144,14 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     token_ids = np.empty(int(ends[-1]), np.int64)
     token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
     for i in np.flatnonzero(~is_last).tolist():
-        sequence, start, end = chunks[i]
-        token_ids[ends[i] - (end - start) : ends[i]] = sequence.tokens[start:end]
+        start, end = int(chunks.starts[i]), int(chunks.ends[i])
+        token_ids[ends[i] - (end - start) : ends[i]] = chunks.sequences[i].tokens[start:end]
     has_unseen = lanes.has_unseen[of_last]
     return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
-    places, counts, first = takers.places, takers.counts, len(takers.decodes)
+    places, counts, first = takers.places, takers.counts, len(takers.decodes.lanes)
     records, takes = lanes.draws[takers.decodes.lanes], chunks.lanes[places]
     if first < len(places):
         records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[first:]], DRAW)))

@@ -99,7 +99,7 @@ class WeightStore:
     @property
     def num_held(self) -> int:
         """Bytes of the live weights' device that they, and what they were before adapters, hold now."""
-        kept = (tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device)
+        kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
         return self._arena.num_held + sum(kept)
 
     @property

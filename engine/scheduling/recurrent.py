@@ -43,15 +43,18 @@ from .sequence import Chunks, Lanes, Sequence
 
 @dataclass
 class StateStats:
-    """Lifetime counters of checkpoints.
+    """Lifetime counters of checkpoints, and gauges of this moment.
 
     `skipped`: those that found no place in the budget. `evicted`: those that gave their place to another one or to a
-    live state. `restored`: how often a sequence went on from one.
+    live state. `restored`: how often a sequence went on from one. `ready`: those that can be restored now; `reserved`:
+    those that steps under way write.
     """
 
     skipped: int = 0
     evicted: int = 0
     restored: int = 0
+    ready: int = 0
+    reserved: int = 0
 
 
 class StateSlots:
@@ -61,15 +64,9 @@ class StateSlots:
         self.num_slots = num_slots
         self.budget = budget
         self.stats = StateStats()
-        self.num_reserved = 0
         self._references = [0] * num_slots
         self._free = list(reversed(range(num_slots)))
         self._ready: OrderedDict[Entry, int] = OrderedDict()
-
-    @property
-    def num_ready(self) -> int:
-        """Checkpoints that can be restored."""
-        return len(self._ready)
 
     @property
     def num_available(self) -> int:
@@ -95,17 +92,17 @@ class StateSlots:
 
     def reserve(self) -> int | None:
         """A slot for a checkpoint that a step will write, perhaps that of another one; None if all are in use."""
-        if self.num_reserved + len(self._ready) >= self.budget or not self._free:
+        if not self._can_reserve:
             self._evict()
-        if self.num_reserved + len(self._ready) >= self.budget or not self._free:
+        if not self._can_reserve:
             self.stats.skipped += 1
             return None
-        self.num_reserved += 1
+        self.stats.reserved += 1
         return self._new()
 
     def cancel(self, slot: int) -> None:
         """Gives back a slot that was reserved."""
-        self.num_reserved -= 1
+        self.stats.reserved -= 1
         self.release(slot)
 
     def make_ready(self, entry: Entry, slot: int) -> None:
@@ -113,8 +110,9 @@ class StateSlots:
         if entry in self._ready:
             self.cancel(slot)
             return
-        self.num_reserved -= 1
         self._ready[entry] = slot
+        self.stats.reserved -= 1
+        self.stats.ready += 1
 
     def is_ready(self, entry: Entry) -> bool:
         """Whether there is a checkpoint at the end of an entry's block."""
@@ -130,6 +128,7 @@ class StateSlots:
         for entry in entries:
             slot = self._ready.pop(entry, None)
             if slot is not None:
+                self.stats.ready -= 1
                 self.release(slot)
 
     def check_integrity(self, held: Iterable[int]) -> None:
@@ -139,8 +138,13 @@ class StateSlots:
             counts[slot] += 1
         wrong = {slot for slot in range(self.num_slots) if counts[slot] != self._references[slot]}
         wrong |= {slot for slot in range(self.num_slots) if (counts[slot] == 0) != (slot in self._free)}
-        if wrong or len(set(self._free)) != len(self._free) or self.num_reserved + self.num_ready > self.budget:
+        is_counted = self.stats.ready == len(self._ready) and self.stats.reserved + self.stats.ready <= self.budget
+        if wrong or len(set(self._free)) != len(self._free) or not is_counted:
             raise RuntimeError(f"states: slots {sorted(wrong)} are not counted exactly once, or beyond the budget")
+
+    @property
+    def _can_reserve(self) -> bool:
+        return self.stats.reserved + self.stats.ready < self.budget and bool(self._free)
 
     def _new(self) -> int:
         slot = self._free.pop()
@@ -213,9 +217,7 @@ class Branches:
 
 
 class RecurrentStates:
-    """The slots of running sequences, and the checkpoints that their steps take; of a model without recurrent layers
-    there are no slots, and every prefix can be resumed.
-    """
+    """The slots of running sequences, and the checkpoints that their steps take."""
 
     def __init__(self, slots: StateSlots, lanes: Lanes, block_size: int, intervals: Intervals) -> None:
         self.slots = slots
@@ -229,8 +231,6 @@ class RecurrentStates:
         """Slots for a sequence that is about to run, with the state at the end of `hits`. None, with nothing changed,
         if there is none left.
         """
-        if not self.slots.num_slots:
-            return NO_SLOTS
         # First what is restored, so that taking a slot cannot evict it.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
         own = self.slots.take()
@@ -244,8 +244,6 @@ class RecurrentStates:
         """Slots for a child that goes on from its parent's state, which stays as it is from now on. None if there is
         none left.
         """
-        if not self.slots.num_slots:
-            return NO_SLOTS
         lanes, lane = self._lanes, parent.lane
         is_own = lanes.source[lane] == lanes.slot[lane]
         if self.slots.num_available < 1 + is_own:

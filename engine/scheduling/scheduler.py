@@ -31,7 +31,7 @@ from ..cache.routes import RouteRecords
 from ..outputs.open_requests import OpenSample
 from ..outputs.routes import Routes
 from ..request import ContentSpan
-from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates, Slots, StateSlots
+from .recurrent import NO_CHECKPOINTS, NO_SLOTS, Intervals, RecurrentStates, Slots, StateSlots
 from .sequence import Chunks, Generation, Lanes, Sequence
 
 _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
@@ -149,11 +149,13 @@ class Waiting:
 
 
 class Running:
-    """At most `capacity` sequences. `sequences`: sorted. `lanes`: their counters. `states`: their recurrent states."""
+    """At most `capacity` sequences. `sequences`: sorted. `lanes`: their counters. `states`: their recurrent states, of
+    a model that has such.
+    """
 
-    def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots, intervals: Intervals) -> None:
+    def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots | None, intervals: Intervals) -> None:
         self.lanes = Lanes(capacity, len(cache.tables.windows))
-        self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals)
+        self.states = None if slots is None else RecurrentStates(slots, self.lanes, cache.block_size, intervals)
         self.sequences: list[Sequence] = []
         self._cache, self._capacity = cache, capacity
         self._order: np.ndarray | None = None  # the lanes of `sequences`, until these change
@@ -185,7 +187,8 @@ class Running:
         """A sequence runs no longer: take all that it holds."""
         self._cache.claims.withdraw(sequence.chain)
         self._cache.tables.release(sequence.table)
-        self.states.release(sequence)
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.table = Table()
         remove_from(self.sequences, sequence)
         self.lanes.leave(sequence)
@@ -209,7 +212,9 @@ class Running:
         child.routes = None if parent.routes is None else parent.routes.fork()
         num_fresh = len(parent.table) - parent.num_computed // self._cache.block_size
         has_room = self.has_room and num_fresh <= self._cache.tables.num_available
-        slots = self.states.fork(parent) if has_room and parent.table else None
+        slots = None
+        if has_room and parent.table:
+            slots = NO_SLOTS if self.states is None else self.states.fork(parent)
         if slots is not None:
             table, copies = self._cache.tables.fork(parent.table, parent.num_computed)
             self.enter(child, table, parent.num_computed, slots)
@@ -225,7 +230,8 @@ class Running:
     def check_integrity(self) -> None:
         """Raise RuntimeError unless these sequences account for every block, slot and lane."""
         self._cache.check_integrity(sequence.table for sequence in self.sequences)
-        self.states.check_integrity(self.sequences)
+        if self.states is not None:
+            self.states.check_integrity(self.sequences)
         self.lanes.check(self.sequences)
 
     def _no_copies(self) -> list[dict[int, int]]:
@@ -264,23 +270,24 @@ class Starter:
         cache = self._cache
         if sequence.chain.epoch != cache.identity.epoch:
             self._renew(sequence)
+        num_tokens = sequence.num_tokens
         # The last token is always computed: its logits are needed. A score request needs the logits of every token.
-        limit = sequence.num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
+        limit = num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         found = cache.lookup(sequence.chain, sequence.tokens, limit)
         hits = self._recorded(sequence, found)
-        resumed = cache.deepest(hits, self._states.slots.is_ready) if self._states.slots.num_slots else hits
-        awaited = cache.find_claim(sequence.chain, len(hits), limit) or self._states.branches.find(
-            sequence, len(resumed), len(hits)
-        )
+        resumed = hits if self._states is None else cache.deepest(hits, self._states.slots.is_ready)
+        awaited = cache.find_claim(sequence.chain, len(hits), limit)
+        if awaited is None and self._states is not None:
+            awaited = self._states.branches.find(sequence, len(resumed), len(hits))
         if awaited is not None:
             self._waiting.set_aside(sequence, awaited)
             return Outcome.WAIT_FOR_PREFIX
-        if not cache.tables.can_hold(resumed, sequence.num_tokens, self._chunk):
+        if not cache.tables.can_hold(resumed, num_tokens, self._chunk):
             return Outcome.WAIT_FOR_BLOCKS
-        slots = self._states.begin(resumed)
+        slots = NO_SLOTS if self._states is None else self._states.begin(resumed)
         if slots is None:
             return Outcome.WAIT_FOR_BLOCKS
-        if len(resumed) < len(hits) and self._states.slots.budget:
+        if self._states is not None and self._states.slots.budget and len(resumed) < len(hits):
             self._states.branches.expect(sequence, len(hits))
         self._begin(sequence, resumed, slots)
         self._stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
@@ -288,7 +295,7 @@ class Starter:
 
     def is_under_way(self, key: bytes) -> bool:
         """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
-        return key in self._cache.claims or key in self._states.branches
+        return key in self._cache.claims or (self._states is not None and key in self._states.branches)
 
     def _renew(self, sequence: Sequence) -> None:
         """Gives a sequence a chain of the current epoch."""
@@ -364,7 +371,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.running = Running(cache, max_num_seqs, slots or StateSlots(0, 0), intervals)
+        self.running = Running(cache, max_num_seqs, slots, intervals)
         self.waiting = Waiting()
         self.routes = routes
         self.stats = SchedulerStats()
@@ -390,7 +397,8 @@ class Scheduler:
         """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
         lanes = self.running.lanes
         lanes.num_computed[chunks.lanes] = chunks.ends
-        self.running.states.advance(chunks)
+        if self.running.states is not None:
+            self.running.states.advance(chunks)
         of_prompts = np.minimum(chunks.ends, lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts
         self.stats.computed_tokens += int((chunks.ends - chunks.starts).sum())
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
@@ -406,11 +414,13 @@ class Scheduler:
                 cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
                 if self.routes is not None and sequence.routes is not None:
                     _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, size)
-        self.running.states.publish(chunks, cache.identity.epoch)
-        left = cache.tables.leave_windows(chunks.starts, chunks.ends)
-        for sequence, _, end in chunks.take(np.flatnonzero(left)):
-            if sequence.table:
-                cache.tables.give_back(sequence.table, end)
+        if self.running.states is not None:
+            self.running.states.publish(chunks, cache.identity.epoch)
+        if cache.tables.windowed:
+            left = cache.tables.leave_windows(chunks.starts, chunks.ends)
+            for sequence, _, end in chunks.take(np.flatnonzero(left)):
+                if sequence.table:
+                    cache.tables.give_back(sequence.table, end)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """What `Running.fork` gives. If it does not run, it waits, and finds the shared blocks again when it starts."""
@@ -421,7 +431,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
-        if sequence.table:
+        if sequence.lane >= 0:
             self.running.leave(sequence)
         else:
             self.waiting.remove(sequence)
@@ -451,7 +461,7 @@ class Scheduler:
         Returns the lanes if not: each then has to be looked at alone.
         """
         lanes, columns = lanes[: plan.budget], self.running.lanes
-        if self.running.states.cuts_decodes(lanes):
+        if self.running.states is not None and self.running.states.cuts_decodes(lanes):
             return lanes
         lacking = lanes[columns.num_computed[lanes] == columns.num_blocks[lanes] * self.cache.block_size]
         if len(lacking) > self.cache.tables.num_available:
@@ -463,14 +473,18 @@ class Scheduler:
         return lanes[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
-        size = self._reserve(sequence, min(sequence.num_uncomputed, plan.budget), plan)
+        start = sequence.num_computed
+        size = self._reserve(sequence, start, min(sequence.num_tokens - start, plan.budget), plan)
         if size > 0:
-            plan.add(sequence.lane, self.running.states.cut(sequence, size))
+            states = self.running.states
+            plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
-    def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
-        """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
+    def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
+        """Gives a running sequence, computed up to `start`, blocks for up to `size` more tokens; returns for how many
+        it has them.
+        """
         tables, running = self.cache.tables, self.running.sequences
-        needed = tables.blocks_for(sequence.num_computed + size) - len(sequence.table)
+        needed = tables.blocks_for(start + size) - len(sequence.table)
         if needed > tables.num_available:
             plan.short_of_blocks = True
             while tables.num_available == 0 and running[-1] is not sequence:
@@ -478,7 +492,7 @@ class Scheduler:
             needed = min(needed, tables.num_available)
         if needed > 0:
             self.running.extend(sequence, needed)
-        return min(size, len(sequence.table) * tables.block_size - sequence.num_computed)
+        return min(size, len(sequence.table) * tables.block_size - start)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         plan.remove(sequence.lane)

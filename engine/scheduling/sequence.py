@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -206,7 +205,7 @@ class Lanes(Columns):
     def add_blocks(self, sequence: Sequence) -> None:
         """Adds to a lane the blocks that its sequence got."""
         lane, table = sequence.lane, sequence.table
-        known, count = int(self.num_blocks[lane]), len(table)
+        known, count = int(self.num_blocks[lane]), len(table.blocks[0])
         if count > self.tables[0].shape[1]:
             self.tables = [_wider(rows, 2 * count) for rows in self.tables]
         for rows, blocks in zip(self.tables, table.blocks, strict=False):
@@ -297,7 +296,8 @@ class Takers:
     `samples`: those that draw. Sample i draws from a range of the last rows of the chunk at `places[i]`, `counts[i]` of
     them; the draws lie one range behind the other. The first ones are of `decodes`, which are chunks of samples that
     decode alone; those behind them begin, each with one row, several in a row from the same prompt. `scores`: the
-    places of the chunks that are scored, and for whom. `places`, `counts`: int64.
+    places of the chunks that are scored, and for whom. `prompts`: the place of each prompt after which samples draw,
+    and which samples. `places`, `counts`: int64.
     """
 
     decodes: Chunks
@@ -305,20 +305,12 @@ class Takers:
     counts: np.ndarray
     samples: AnySequence[OpenSample]
     scores: AnySequence[tuple[int, OpenScore]]
+    prompts: AnySequence[tuple[int, range]]
 
     @property
     def num_decode_draws(self) -> int:
         """How many of the draws are of decodes: the first ones."""
         return int(self.counts[: len(self.decodes)].sum())
-
-    @property
-    def prompts(self) -> Iterator[tuple[int, range]]:
-        """The place of each prompt after which samples draw, and which samples."""
-        first = len(self.decodes)
-        for place, group in groupby(self.places[first:].tolist()):
-            samples = range(first, first + len(list(group)))
-            yield place, samples
-            first = samples.stop
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
@@ -329,12 +321,15 @@ def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     decodes, counts = chunks.take(places), (chunks.ends - num_known)[places] + 1
     others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
     samples = lanes.samples[decodes.lanes].tolist()
-    if beginning := [(i, sample) for i, chunk in others for sample in chunk.drawing]:
-        places = np.concatenate((places, [i for i, _ in beginning]))
-        counts = np.concatenate((counts, np.ones(len(beginning), np.int64)))
-        samples += [sample for _, sample in beginning]
+    prompts = list[tuple[int, range]]()
+    for i, chunk in others:
+        if beginning := chunk.drawing:
+            prompts.append((i, range(len(samples), len(samples) + len(beginning))))
+            samples += beginning
+    places = np.concatenate((places, *(np.full(len(range_), i) for i, range_ in prompts)))
+    counts = np.concatenate((counts, np.ones(len(places) - len(counts), np.int64)))
     scores = [(i, score) for i, chunk in others if (score := chunk.scoring) is not None]
-    return Takers(decodes, places, counts, samples, scores)
+    return Takers(decodes, places, counts, samples, scores, prompts)
 
 
 def _wider(rows: np.ndarray, width: int) -> np.ndarray:

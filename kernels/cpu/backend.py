@@ -35,9 +35,8 @@ from ..contract import (
     TokenStatistics,
     Wanted,
     Weight,
-    check_pieces,
 )
-from ..layer import project, run_layers
+from ..layer import check_pieces, project, run_layers
 from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
@@ -432,13 +431,13 @@ def paged_attention(
 ) -> Tensor:
     sinks = None if sinks is None else sinks.contiguous()
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    starts, lens = batch.tensors
+    starts, lens = array("q", batch.query_starts), array("q", batch.context_lens)
     tables = batch.block_tables.contiguous()
     _, block_size, kv_heads, head_dim = k_cache.shape
     _library.attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
-        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(len(lens), _address(starts), _address(lens), tables.data_ptr(), tables.shape[1]),
         *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )
     return out
@@ -499,7 +498,7 @@ def layers(
     x, groups = x.contiguous(), {id(page): page for page in pages}
     numbers = {key: _PageNumbers(page) for key, page in groups.items()}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
-    starts, lens = pages[0].batch.tensors
+    starts, lens = array("q", pages[0].batch.query_starts), array("q", pages[0].batch.context_lens)
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
     paged = array("Q", b"".join([numbers[id(page)].pointers for page in pages]))
     reads, writes = _slots(layers, states)
@@ -507,7 +506,7 @@ def layers(
     buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
-        *(_address(turned), _block_size(layers, memories), lens.shape[0], starts.data_ptr(), lens.data_ptr()),
+        *(_address(turned), _block_size(layers, memories), len(lens), _address(starts), _address(lens)),
         *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers)),
     )
     if routes is not None and record is not None and record is not routes:

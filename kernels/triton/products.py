@@ -37,7 +37,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import CLAMP, CLAMPED_SLOPE, check_pieces
+from ..contract import CLAMP, CLAMPED_SLOPE
+from ..layer import check_pieces
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch

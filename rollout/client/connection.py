@@ -40,7 +40,16 @@ from ..config import check_address
 from ..network.keys import Key, client_keys, use_curve
 from ..protocol import Delta, FinishedSample, Growth, delta_of, sample_delta
 from ..protocol.error_codes import error_from_code
-from .loop_thread import wrong_process
+
+
+def wrong_process(pid: int) -> TruerollError | None:
+    """The error that this is another process than the one that something works in; None if it is not."""
+    if os.getpid() == pid:
+        return None
+    return TruerollError(
+        f"client: expected a call from process {pid}, which made it, found one from process {os.getpid()}, which was "
+        "forked from that; make a new one here"
+    )
 
 
 class Received:

@@ -21,7 +21,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import SampleDelta, plain
-from ...weight_sync.payload.parameters import list_names
+from ...weight_sync.payload.manifest import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of

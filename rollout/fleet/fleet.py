@@ -19,7 +19,7 @@ from typing import Any
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError, brief
 
 from .. import protocol
-from ..client.loop_thread import LoopThread
+from ..client.client import LoopThread
 from ..client.membership import Member, MembersFile, PushNote
 from ..monitoring.metrics import MetricsServer
 from .config import MOST_WORKERS, split_settings

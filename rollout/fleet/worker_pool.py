@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from trueroll.errors import TruerollError, UnavailableError, WorkerFailedError, WorkerLostError
 
 from ..client.client import AsyncRolloutClient
-from ..client.loop_thread import wrong_process
+from ..client.connection import wrong_process
 from ..client.membership import Membership
 from .dispatch import Dispatch
 from .kinds import Kinds

@@ -2,6 +2,7 @@
 carry, and a sample put together from them, and `error_codes` the words for errors. Imports no torch.
 """
 
+from ...engine.request import new_id
 from ...weight_sync.payload.messages import (
     MAX_ID_CHARS,
     AbortPush,
@@ -16,7 +17,6 @@ from ...weight_sync.payload.messages import (
     State,
     VerifyPush,
     Weights,
-    new_id,
 )
 from .codec import (
     MAX_ELEMENTS,

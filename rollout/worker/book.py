@@ -42,9 +42,8 @@ from ...engine.request import (
 from ...rollout import protocol
 from ..config import WorkerConfig
 from ..protocol import Delta, Deltas, Generate, GetScores, Growth, State
-from .calls import Calls
 from .engine_thread import Add, Command, End, Ended, Run, Stream
-from .ledger import Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
+from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
 
 MOST_CALLERS = 1024
 """Who may ask for the same request by different names."""
@@ -52,18 +51,21 @@ MOST_CALLERS = 1024
 
 class Conditions(NamedTuple):
     """How a worker stands, as far as it matters to a new request. `takes_requests`: the engine may be given one now.
-    `version`: of the weights in use, and `max_model_len`, in tokens; None until the model has loaded.
+    `version`: of the weights in use; None until the model has loaded.
     """
 
     state: State
     is_ending: bool
     takes_requests: bool
     version: int | None
-    max_model_len: int | None
 
 
 def check_admission(
-    message: Generate | GetScores, conditions: Conditions, config: WorkerConfig, ledger: Ledger
+    message: Generate | GetScores,
+    conditions: Conditions,
+    config: WorkerConfig,
+    ledger: Ledger,
+    max_model_len: int | None,
 ) -> None:
     """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError unless it may come in."""
     _check_state(conditions, config)
@@ -77,8 +79,8 @@ def check_admission(
     if conditions.takes_requests and (version := conditions.version) is not None:
         if not (message.wait_for_weights or serves(message, version)):
             raise too_old(message, version)
-    if conditions.max_model_len is not None:
-        check_length(*_length(message), conditions.max_model_len)
+    if max_model_len is not None:
+        check_length(*_length(message), max_model_len)
 
 
 def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
@@ -413,7 +415,8 @@ class Abortion(NamedTuple):
 class RequestBook:
     """Requests of all users. `command` gives the engine a command; `send` sends a client a frame, and returns False if
     it gets no more; `takes` tells whether a client has read what was sent before; `conditions` how the worker stands.
-    `waiting_room`: the requests that the engine was not given yet.
+    `waiting_room`: the requests that the engine was not given yet. `max_model_len`: in tokens; None until the model has
+    loaded.
     """
 
     def __init__(
@@ -427,6 +430,7 @@ class RequestBook:
         self._config, self._command, self._send, self._conditions = config, command, send, conditions
         self.ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self.waiting_room = WaitingRoom()
+        self.max_model_len: int | None = None
         self.streams = Streams(self._tell, takes)
         self._aborts = Calls(send, config.max_queued_requests)
         self._interrupted: list[Entry] = []
@@ -464,7 +468,8 @@ class RequestBook:
             self._stream(entry.key, submission)
 
     def _open(self, user: str | None, message: protocol.Generate | protocol.GetScores) -> Entry:
-        check_admission(message, self._conditions(), self._config, self.ledger)
+        conditions = self._conditions()
+        check_admission(message, conditions, self._config, self.ledger, self.max_model_len)
         params = None
         if isinstance(message, protocol.Generate):
             params = message.params
@@ -472,7 +477,8 @@ class RequestBook:
                 params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
         entry = self.ledger.add(user, message, params)
         self.waiting_room.add(entry.key, Waiting(_request_of(entry), message))
-        self.admit()
+        if conditions.takes_requests:
+            self._give(conditions.version)
         return entry
 
     def _stream(self, key: str, submission: Submission) -> None:
@@ -526,9 +532,12 @@ class RequestBook:
         if not len(self.waiting_room):
             return
         conditions = self._conditions()
-        if not (conditions.takes_requests or whatever_state):
-            return
-        ready, refused = self.waiting_room.take_due(conditions.version)
+        if conditions.takes_requests or whatever_state:
+            self._give(conditions.version)
+
+    def _give(self, version: int | None) -> None:
+        """Give the engine the requests that wait for nothing but that; `version`: of its weights."""
+        ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
             if key in self.streams:
@@ -554,7 +563,7 @@ class RequestBook:
             self.ledger.end_sample(entry, output.finish_reason)
             if entry.num_unfinished == 0:
                 if isinstance(output, SampleOutput):
-                    self._publish(entry, _done(entry, self._conditions().max_model_len))
+                    self._publish(entry, _done(entry, self.max_model_len))
                 self._end(entry)
 
     def take_ended(self, event: Ended) -> None:

@@ -22,8 +22,8 @@ from ...engine.request import InFlight, Output
 from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..monitoring.timings import Histogram, Timings
-from .calls import Calls
 from .engine_thread import Ran, ServedEngine
+from .ledger import Calls
 from .lifecycle import Lifecycle
 from .pushes import EngineHost, Operation, Operations, Pushes, PushHost, Target, aborted, ending, is_of_push
 

@@ -1,24 +1,29 @@
-"""The worker's record of requests: what makes submission idempotent and results survive a lost connection.
+"""The worker's record of requests and calls: what makes submission idempotent and results survive a lost connection.
 
-Owns: which request ids of which users are in use, for which content, who waits for them, and what was replied so far.
-Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
+`Ledger` owns which request ids of which users are in use, for which content, who waits for them, and what was replied
+so far. It holds replies as encoded frames and sends none. `Calls` owns which calls that have one reply each are under
+way, who sent them, and the last replies given, for callers that lost theirs. Not owned here: sockets, the engine, what
+a call does, or the decision to accept.
 
 Promises: an id stands for one content for as long as it is known, and a user's ids are nobody else's. An open entry is
 never dropped. Finished entries are kept, in the order in which they finished, until acknowledged or until the bounds
 push the oldest out. What was aborted goes to those alone who had asked for it by then. What a connection waits for is
-found without a look at anything else.
+found without a look at anything else. A call that is sent again, as after a reconnect, is done once and answered each
+time that it was sent, as long as it is under way or its reply is among the last `MAX_REMEMBERED`; under the id of
+another call it is refused.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trueroll.errors import IdConflictError
+from trueroll.errors import IdConflictError, QueueFullError, TruerollError
 
 from ...engine.request import FinishReason, SamplingParams
+from .. import protocol
 from ..protocol import Generate, GetScores
 
 
@@ -140,13 +145,14 @@ class Submissions:
 class Entry:
     """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
 
-    `user`: whose it is; `key`: what it is called among those of all users. `subscribers` has one for each submission,
+    `key`: what it is called among those of all users; `user`: whose it is. `subscribers` has one for each submission,
     as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts samples still
     to come. `num_bytes_asked`: of the content. `callers`: all that asked for it, and of an open one how many
     submissions of each wait; `num_aborts`: aborts that the engine has not answered. `successors`: who is not to get
     what is aborted, and waits until it has ended.
     """
 
+    key: str
     user: str | None
     message: Generate | GetScores
     params: SamplingParams | None
@@ -159,10 +165,6 @@ class Entry:
     num_aborts: int = 0
     successors: Submissions = field(default_factory=Submissions)
     is_wanted: bool = True
-
-    @property
-    def key(self) -> str:
-        return scoped(self.user, self.message.id)
 
     @property
     def num_bytes(self) -> int:
@@ -338,7 +340,8 @@ class Ledger:
 
     def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
         """Open an entry for a new id, or in the place of a kept one."""
-        entry = Entry(user, message, params, 1 if params is None else params.n, num_bytes_of(message))
+        key, num_samples = scoped(user, message.id), 1 if params is None else params.n
+        entry = Entry(key, user, message, params, num_samples, num_bytes_of(message))
         self.kept.drop(entry.key)
         self.stats.accepted += 1
         self.num_samples_left += entry.num_unfinished
@@ -401,3 +404,77 @@ class Ledger:
         entry = self.open.pop(key)
         self.num_bytes_open -= entry.num_bytes_asked
         return entry
+
+
+MAX_REMEMBERED = 1024
+
+
+@dataclass(eq=False)
+class _Known:
+    """`content`: the hash of a call, which may be long. `callers`: whoever waits. `reply`: once there is one."""
+
+    id: str
+    content: int
+    callers: list[bytes] = field(default_factory=list)
+    reply: bytes | None = None
+
+
+class Calls:
+    """Calls by key, which is their id, or that with its user. `send` is called with a caller's identity and the frame
+    for it. No more than `most` may be under way at a time, nor wait for the reply of one.
+    """
+
+    def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
+        self._send = send
+        self._most = most
+        self._under_way: dict[str, _Known] = {}
+        self._answered: OrderedDict[str, _Known] = OrderedDict()
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """The keys of the calls that have no reply yet."""
+        return tuple(self._under_way)
+
+    def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
+        """Take a call; `answer` is due for it. False if it was sent before, and its reply with that, now or later.
+
+        Raises IdConflictError if its key is another call's, QueueFullError if there are too many.
+        """
+        content = hash(call)
+        known = self._under_way.get(key) or self._answered.get(key)
+        if known is None:
+            self._check_room(len(self._under_way))
+            self._under_way[key] = _Known(call.id, content, [identity])
+            return True
+        if known.content != content:
+            raise IdConflictError(
+                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again",
+                field="id",
+                value=call.id,
+            )
+        if known.reply is None:
+            self._check_room(len(known.callers))
+            known.callers.append(identity)
+        else:
+            self._send(identity, known.reply)
+        return False
+
+    def _check_room(self, found: int) -> None:
+        if found >= self._most:
+            text = f"calls: found {found} of at most {self._most} under way; wait for their replies"
+            raise QueueFullError(text, value=found + 1, limit=self._most)
+
+    def refuse(self, key: str, error: TruerollError) -> None:
+        """End a call that is under way with an error."""
+        self.answer(key, protocol.error_message(self._under_way[key].id, error))
+
+    def answer(self, key: str, reply: protocol.FromWorker) -> None:
+        """End a call that is under way."""
+        known = self._under_way.pop(key)
+        known.reply = protocol.encode(reply)
+        for identity in known.callers:
+            self._send(identity, known.reply)
+        known.callers.clear()
+        self._answered[key] = known
+        if len(self._answered) > MAX_REMEMBERED:
+            self._answered.popitem(last=False)

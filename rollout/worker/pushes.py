@@ -36,8 +36,8 @@ from ...weight_sync.transports.policy import PushPolicy
 from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from ..monitoring.timings import Timings
 from ..protocol import State
-from .calls import Calls
 from .engine_thread import Run, ServedEngine
+from .ledger import Calls
 from .lifecycle import Lifecycle, Standing
 
 
@@ -299,16 +299,16 @@ class Pushes:
         self._lifecycle.check_weights_awake(call.type)
         self._check_abandoned()
         check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
-        superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
         if call.in_place:
-            self._begin_in_place(call, superseded)
+            self._begin_in_place(call)
             return
-        self.break_off(superseded)
+        if self._push is not None:
+            self.break_off(_superseded_by(call))
         if self._lifecycle.is_ending:
             raise ending()
         self._push = self._new_push(call)
 
-    def _begin_in_place(self, call: protocol.BeginPush, superseded: PushError) -> None:
+    def _begin_in_place(self, call: protocol.BeginPush) -> None:
         """Open the source, then interrupt the engine, which lets go of its weights."""
 
         def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
@@ -322,7 +322,7 @@ class Pushes:
             interrupt,
             call.in_flight,
             call.drain_timeout,
-            lambda: self.break_off(superseded),
+            lambda: self.break_off(_superseded_by(call)),
             opens_by=float("inf"),
         )
         self._operations.begin(operation)
@@ -347,8 +347,7 @@ class Pushes:
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
         """Start the thread that receives a push. Raise PushError if none can be started."""
-        from ...weight_sync.worker.call_queue import begin_seconds
-        from ...weight_sync.worker.receiver import Receiver
+        from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         assert self.target is not None
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
@@ -415,7 +414,8 @@ class Pushes:
         self._operations.begin(operation)
         push.is_committing = True
         push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
-        self._refuse_all(push, PushError("push: it is being committed, which ends what else was asked of it"))
+        if push.calls:
+            self._refuse_all(push, PushError("push: it is being committed, which ends what else was asked of it"))
 
     def _finish_commit(self, call: protocol.CommitPush, push: Push, seconds: float) -> None:
         self._timings.commit_pause.observe(seconds)
@@ -579,6 +579,10 @@ def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
 def is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
     """Whether a call that waits for the engine begins or commits this push."""
     return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
+
+
+def _superseded_by(call: protocol.BeginPush) -> PushError:
+    return PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
 
 
 def aborted() -> PushError:

@@ -43,10 +43,9 @@ from ..monitoring.timings import Timings
 from ..network.keys import Role
 from ..network.router import Peer, Router
 from .book import Conditions, RequestBook
-from .calls import Calls
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
-from .ledger import Ledger
+from .ledger import Calls, Ledger
 from .pushes import PushNews
 
 
@@ -97,10 +96,7 @@ class Vitals:
     def conditions(self) -> Conditions:
         """How the worker stands, as far as it matters to a new request."""
         lifecycle = self._control.lifecycle
-        max_model_len = None if self.info is None else self.info["max_model_len"]
-        return Conditions(
-            lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version, max_model_len
-        )
+        return Conditions(lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version)
 
     @property
     def version(self) -> int | None:
@@ -520,6 +516,7 @@ class Worker:
 
     def _finish_loading(self, info: dict[str, Any], weights: Destination) -> None:
         self._vitals.info = info
+        self._book.max_model_len = info["max_model_len"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])

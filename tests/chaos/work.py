@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trueroll.errors import QueueFullError, TruerollError
 from trueroll.rollout import FleetClient, Group, SampleDelta, SampleOutput, SamplingParams, WeightPublisher
 from trueroll.rollout.client.membership import FleetArg
-from trueroll.rollout.publisher.worker_clients import WorkerClients
+from trueroll.rollout.publisher.publisher import WorkerClients
 from trueroll.weight_sync.payload.tensors import raw_bytes
 from trueroll.weight_sync.transports.disk import FolderWriter
 from trueroll.weight_sync.transports.shared import SharedSlots

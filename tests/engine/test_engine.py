@@ -255,7 +255,7 @@ def test_a_range_of_rows_draws_what_one_row_after_the_other_drew(
     assert known < 8 and sequence.num_uncomputed == 1, "premise"
     guessed = expected.token_ids[known : known + 3]
     sequence.tokens.extend(guessed)
-    scheduler._reserve(sequence, 4, _Plan(64))
+    scheduler._reserve(sequence, start, 4, _Plan(64))
     chunks = Chunks([sequence], np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
     step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [{}], 16)
     drawn = engine._executor.compute(step).wait().drawn

@@ -13,7 +13,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import load_dummy
 from trueroll.engine.running.weights import WeightStaging
-from trueroll.weight_sync.transports.gpu import stream_beside, wait_for_stream
+from trueroll.kernels.transfer import stream_beside, wait_for_stream
 
 from ..engine.checkpoints import stage
 from ..engine.drive import bits, generate, run, tokens

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from trueroll.errors import PushError
 
 from ...kernels.spellings import Parts
-from .manifest import Adapters, Shape, factor_names
-from .parameters import Parameters, describe_unknown, list_names
+from .manifest import Adapters, Parameters, Shape, describe_unknown, factor_names, list_names
 
 MOST_OF_WEIGHTS = 4
 """How many times the elements of all weights A and B may have together, so that no number in a message takes memory

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,11 +20,6 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Field(ge=0)]
 DtypeName = Annotated[str, Field(max_length=80)]
 Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
-
-
-def new_id() -> str:
-    """A random id for a message, a request, a caller or a push: 32 lower-case hexadecimal digits."""
-    return uuid.uuid4().hex
 
 
 class Message(BaseModel):

@@ -10,7 +10,7 @@ import xxhash
 
 from trueroll.errors import ConfigError
 
-from .parameters import Parameters, own_dtypes
+from .manifest import Parameters, own_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INDEX_DTYPE = torch.int32

@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueroll.errors import PushError
 
-from ..payload.manifest import Adapters, factor_names
-from ..payload.parameters import Parameters, describe_tie, describe_unknown, own_dtypes
+from ..payload.manifest import Adapters, Parameters, describe_tie, describe_unknown, factor_names, own_dtypes
 from ..payload.tensors import dtype_named, tensor_checksum
 from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 

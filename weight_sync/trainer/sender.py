@@ -1,30 +1,54 @@
 """The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
 
-Owns: the buffers, the copy of the served weights that sparse pushes need, and the checksums that pushes of adapters
-need. Does not own the workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered
-tensor and two buckets, and with `sparse` that copy, in the workers' dtypes.
+`Packer` owns where the pieces of tensors lie in buckets. They are packed in the order they come, each at a multiple of
+`ALIGNMENT` bytes. What does not fit in the rest of a bucket is cut where it may be; a bucket is larger than
+`bucket_bytes` only if a single block that may not be cut is. No bucket has more than `MOST_PIECES`. `Outbox` owns which
+of two slots is free, as one is filled while the other is under way. It copies each tensor once, straight into its slot,
+converting dtype and device on the way. `WeightSender` owns the buffers, the copy of the served weights that sparse
+pushes need, and the checksums that pushes of adapters need. Not owned here: the workers, the transaction that announces
+the buckets, and the trainer's tensors, of which none is kept. In memory there are one gathered tensor and two buckets,
+and with `sparse` that copy, in the workers' dtypes.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from trueroll.errors import ConfigError, PushError
 
 from ..payload.adapters import with_adapters
-from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, Adapters, DiskSource, FolderManifest
+from ..payload.manifest import (
+    ALIGNMENT,
+    MODEL_FILE,
+    MOST_PIECES,
+    MOST_UNDER_WAY,
+    ROW_MULTIPLE,
+    Adapters,
+    Bucket,
+    DiskSource,
+    Elements,
+    FolderManifest,
+    Parameters,
+    Piece,
+    Rows,
+    Shape,
+    checksum,
+    own_dtypes,
+    spellings_of,
+)
 from ..payload.messages import Weights
-from ..payload.packing import slot_bytes
-from ..payload.parameters import Parameters, own_dtypes, spellings_of
-from ..payload.tensors import dtype_named, dtypes_of, host_chunks, raw_bytes
+from ..payload.tensors import INDEX_DTYPE, dtype_named, dtypes_of, host_chunks, raw_bytes, word_sum
 from ..transports.collective import GroupSlots
 from ..transports.cuda_ipc import CudaIpcSlots
 from ..transports.disk import FolderWriter, remove_others
@@ -32,12 +56,9 @@ from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
-from .checklist import Checklist
-from .outbox import Outbox
-from .outcome import PushResult
 from .served_copy import ServedCopy
 from .targets import PushTargets
-from .trainer_tensors import TrainerTensors
+from .trainer_tensors import Checklist, PushResult, TrainerTensors
 from .transaction import PushSettings, Transaction
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
@@ -48,6 +69,165 @@ GPU_BUCKET_BYTES = 64 * 2**20
 """For buckets in the memory of a GPU. Two are there at a time, and each costs a round of messages."""
 ADAPTER_BUCKET_BYTES = 2**20
 """For adapters alone, which are so little that two larger ones would not be under way at the same time."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Units [start, start + length) of something lie in bucket `bucket`, from byte `offset` on."""
+
+    start: int
+    length: int
+    bucket: int
+    offset: int
+
+
+class Packer:
+    """Packs one thing after the other. Remembers only where the last one ended."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._bucket = 0
+        self._end = 0
+        self._num_pieces = 0
+
+    def place(self, count: int, unit_bytes: int, multiple: int = 1) -> Iterator[Cut]:
+        """Places for `count` units, cut at multiples of `multiple`. One empty place if there are none."""
+        start = 0
+        while True:
+            if self._num_pieces == MOST_PIECES:
+                self._begin_bucket()
+            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            length = self._fitting(count - start, unit_bytes, multiple, offset)
+            if length or not count:
+                self._end = offset + length * unit_bytes
+                self._num_pieces += 1
+                yield Cut(start, length, self._bucket, offset)
+                start += length
+            if start == count:
+                return
+            if not length or self._end >= self._bucket_bytes:
+                self._begin_bucket()
+
+    def _begin_bucket(self) -> None:
+        self._bucket, self._end, self._num_pieces = self._bucket + 1, 0, 0
+
+    def _fitting(self, count: int, unit_bytes: int, multiple: int, offset: int) -> int:
+        room = max(0, self._bucket_bytes - offset) // unit_bytes
+        if room >= count:
+            return count
+        if offset == 0 and room < multiple:
+            return min(multiple, count)
+        return room - room % multiple
+
+
+def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
+    """Of a tensor: how many rows, how many bytes in each, and at which multiples it may be cut. A row of a stack of
+    matrices is one of these.
+    """
+    return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
+
+
+def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int:
+    """The size of the largest bucket that tensors of these shapes can need."""
+    blocks = [
+        min(rows, multiple) * num_bytes for rows, num_bytes, multiple in (row_layout(s, itemsize) for s in shapes)
+    ]
+    return max(bucket_bytes, *blocks, 0)
+
+
+@dataclass
+class _Filling:
+    """The bucket that is being filled: its number, where its content ends, and its pieces."""
+
+    index: int = 0
+    end: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Outbox:
+    """Sends tensors through `slots`, each in the dtype that `dtype_of(name)` says, in buckets that `transaction`
+    announces.
+    """
+
+    def __init__(
+        self, slots: Slots, transaction: Transaction, dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
+    ) -> None:
+        self.num_bytes = 0
+        self._slots = slots
+        self._transaction = transaction
+        self._dtype_of = dtype_of
+        self._packer = Packer(bucket_bytes)
+        self._filling = _Filling()
+        self._staged: list[Future[list[Any]] | None] = [None] * len(slots.slots)
+
+    def put_rows(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a whole tensor."""
+        shape, dtype = tuple(tensor.shape), self._dtype_of(name)
+        rows, row_bytes, multiple = row_layout(shape, dtype.itemsize)
+        for cut in self._packer.place(rows, row_bytes, multiple):
+            place = self._place(cut, cut.length * row_bytes)
+            _fill(place, tensor[cut.start : cut.start + cut.length], dtype)
+            fields = self._fields(name, shape, cut, place)
+            self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
+
+    def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Send the changed elements of a tensor, of which there may be none."""
+        total, dtype = len(indices), self._dtype_of(name)
+        for cut in self._packer.place(total, INDEX_DTYPE.itemsize + dtype.itemsize):
+            chosen = slice(cut.start, cut.start + cut.length)
+            split = cut.length * INDEX_DTYPE.itemsize
+            place = self._place(cut, split + cut.length * dtype.itemsize)
+            place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
+            place[split:].view(dtype).copy_(values[chosen])
+            fields = self._fields(name, shape, cut, place)
+            self._filling.pieces.append(Elements(count=cut.length, total=total, **fields))
+
+    def finish(self) -> None:
+        """Send the last bucket, and wait until all have arrived."""
+        if self._filling.pieces:
+            self._send()
+        for later in range(1, len(self._staged) + 1):  # the oldest first, for it tells what went wrong first
+            self._free((self._filling.index + later) % len(self._staged))
+
+    def _place(self, cut: Cut, num_bytes: int) -> torch.Tensor:
+        if cut.bucket != self._filling.index:
+            self._send()
+            self._filling = _Filling(cut.bucket)
+            self._free(self._slot)
+        self._filling.end = cut.offset + num_bytes
+        return self._slots.slots[self._slot][cut.offset : self._filling.end]
+
+    @property
+    def _slot(self) -> int:
+        return self._filling.index % len(self._slots.slots)
+
+    def _fields(self, name: str, shape: Shape, cut: Cut, place: torch.Tensor) -> dict[str, Any]:
+        found = None if self._slots.has_word_sums else checksum(raw_bytes(place))
+        return dict(name=name, shape=shape, offset=cut.offset, num_bytes=len(place), checksum=found)
+
+    def _send(self) -> None:
+        slot, filling = self._slot, self._filling
+        content = self._slots.slots[slot][: filling.end]
+        total = word_sum(content) if self._slots.has_word_sums else None  # which waits until the slot is filled
+        bucket = Bucket(index=filling.index, num_bytes=filling.end, pieces=tuple(filling.pieces), word_sum=total)
+        self._staged[slot] = self._transaction.stage(bucket)
+        if filling.end:
+            self._slots.send(slot, filling.end)
+        self.num_bytes += filling.end
+
+    def _free(self, slot: int) -> None:
+        staged, self._staged[slot] = self._staged[slot], None
+        if staged is not None:
+            staged.result()
+            self._slots.wait(slot)
+
+
+def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
+    if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
+        # A plain copy keeps off torch's threads, which would take the cores that the worker's side needs meanwhile.
+        np.copyto(place.numpy(), raw_bytes(rows))
+    else:
+        place.view(dtype).view(rows.shape).copy_(rows)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..payload.parameters import Parameters, spellings_of
+from ..payload.manifest import Parameters, spellings_of
 from ..payload.tensors import INDEX_DTYPE, dtypes_of, host_chunks, raw_bits
 
 _MAX_ELEMENTS = 2**31

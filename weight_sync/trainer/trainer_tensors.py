@@ -1,20 +1,28 @@
-"""The trainer's tensors, one at a time: from a module, a mapping or an iterable, gathered where they are sharded.
+"""The trainer's tensors: one at a time, whether they are those that the workers want, and how the push ended on every
+rank.
 
-Owns the order of the gathers, which every rank of the trainer goes through alike, and the word by which rank 0 tells
-the others how the push ended. Does not own what is sent. Promises to keep no tensor that it has handed out, and to use
-the trainer's default process group only where tensors are sharded.
+`TrainerTensors` owns the order of the gathers, which every rank of the trainer goes through alike, and takes tensors
+from a module, a mapping or an iterable, gathered where they are sharded. It keeps no tensor that it has handed out, and
+uses the trainer's default process group only where tensors are sharded. `Checklist` keeps names and checksums, no
+tensors. `push_on_all_ranks`: rank 0 pushes, takes part in the gathers that are left, and tells the others in one word
+how the push ended; they take part in the gathers, and return or raise the same. Not owned here: what is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from trueroll.errors import PushError
+from trueroll.errors import ConfigError, PushError, TruerollError
+
+from ..payload.manifest import Parameters, Shape, check_complete, describe_tie, describe_unknown, spellings_of
+from ..payload.tensors import dtypes_of, tensor_checksum
 
 Tensors: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 WORD_BYTES = 8192
@@ -163,3 +171,130 @@ def _is_distributed() -> bool:
 
 def _rank() -> int:
     return distributed.get_rank() if _is_distributed() else 0
+
+
+class Checklist:
+    """`wanted`: what the workers say. `mapping`: all tensors, if they are known in advance: then they are checked at
+    once.
+
+    Raise PushError for a tensor that is unknown, misshapen or missing.
+    """
+
+    def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
+        self._wanted = wanted
+        self._spellings = spellings_of(wanted)
+        self._seen: set[str] = set()
+        self._dtype_of = dtypes_of(wanted)
+        self._checksums: dict[str, int] = {}
+        self._ties = dict(wanted.tied)
+        if mapping is not None:
+            for name, tensor in mapping.items():
+                check_is_tensor(name, tensor)
+                self._check(name, tuple(tensor.shape))
+            check_complete(mapping.keys(), wanted)
+            self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is to be sent. Raise PushError if it is wrong, or came before."""
+        self._check(name, tuple(tensor.shape))
+        if name in self._seen:
+            raise PushError(f"tensor {name}: expected each tensor once, found it twice; leave one out")
+        self._seen.add(name)
+        if name in self._ties or name in self._ties.values():
+            self._checksums[name] = tensor_checksum(tensor, self._dtype_of(self._wanted.tied.get(name, name)))
+        return self._spellings.shape(name) is not None
+
+    def finish(self) -> None:
+        """Raise PushError if a parameter has not come, or if two that the worker has tied have different values."""
+        check_complete(self._seen, self._wanted)
+        for name, other in self._ties.items():
+            if name in self._checksums and self._checksums[name] != self._checksums[other]:
+                raise PushError(describe_tie(name, other))
+
+    def _check(self, name: str, shape: Shape) -> None:
+        wanted = self._wanted
+        if name in wanted.ignored:
+            return
+        expected = self._spellings.shape(wanted.tied.get(name, name))
+        if expected is None:
+            raise PushError(describe_unknown(name, wanted))
+        if shape != expected:
+            raise PushError(
+                f"tensor {name}: expected shape {list(expected)}, found {list(shape)}; check that trainer and worker "
+                "have the same model"
+            )
+
+
+def _are_apart(mapping: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
+    return name in mapping and memory_of(mapping[name]) != memory_of(mapping[other])
+
+
+MOST_TOLD = 40
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push took. `num_bytes`: sent to each worker. `seconds`: by phase. `pause_seconds`: the longest that a
+    worker's engine made no step because of the commit. `is_sparse`: only what changed was sent. `left_out`: the
+    addresses of workers that were lost, and that it went on without; ranks of the trainer other than 0 are told of
+    `MOST_TOLD` at most.
+    """
+
+    version: int
+    push_id: str
+    num_bytes: int
+    total_seconds: float
+    seconds: dict[str, float]
+    pause_seconds: float
+    is_sparse: bool
+    left_out: list[str] = field(default_factory=list)
+
+
+def push_on_all_ranks(
+    tensors: Tensors, has_workers: bool, push: Callable[[TrainerTensors], PushResult | None]
+) -> PushResult | None:
+    """What `push` returns or raises, on rank 0 and on the ranks that only take part in gathers, which is those without
+    workers of their own where the tensors are sharded. None: nobody needed it.
+    """
+    with torch.no_grad():
+        from_trainer = TrainerTensors(tensors)
+        if from_trainer.are_pushed_by_another_rank(has_workers):
+            return _follow(from_trainer)
+        return _lead(from_trainer, push)
+
+
+def _lead(tensors: TrainerTensors, push: Callable[[TrainerTensors], PushResult | None]) -> PushResult | None:
+    """Push, take part in the gathers that are left, and tell the other ranks how it ended."""
+    try:
+        result = push(tensors)
+    except Exception as error:
+        tensors.gather_rest()
+        if tensors.were_gathered and not tensors.is_broken:
+            tensors.tell(_failure_word(error))
+        raise
+    if result is None:
+        tensors.gather_rest()
+    if tensors.were_gathered:
+        tensors.tell(_result_word(result))
+    return result
+
+
+def _follow(tensors: TrainerTensors) -> PushResult | None:
+    """Take part in the gathers, and learn from rank 0 how the push ended."""
+    tensors.gather_rest()
+    if not tensors.were_gathered:
+        raise ConfigError("push: expected workers, or sharded tensors, on a rank other than 0; push from rank 0 alone")
+    word = json.loads(tensors.hear())
+    if "error" in word:
+        raise PushError(f"on rank 0 of the trainer: {word['error']}")
+    return word["result"] and PushResult(**word["result"])
+
+
+def _result_word(result: PushResult | None) -> bytes:
+    fields = result and asdict(result) | {"left_out": result.left_out[:MOST_TOLD]}
+    return json.dumps({"result": fields}, ensure_ascii=False).encode()
+
+
+def _failure_word(error: Exception) -> bytes:
+    text = str(error) if isinstance(error, TruerollError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": text[: WORD_BYTES // 4 - 16]}, ensure_ascii=False).encode()[:WORD_BYTES]

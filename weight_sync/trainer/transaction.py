@@ -26,9 +26,9 @@ from trueroll.errors import (
     WorkerLostError,
 )
 
-from ...engine.request import InFlight
+from ...engine.request import InFlight, new_id
 from ..payload.manifest import Adapters, Bucket, LentSource, Source
-from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
+from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush
 from .targets import PushTargets, WorkerFailure
 
 ABORT_SECONDS = 5.0

@@ -1,19 +1,19 @@
-"""Which GPU something is on, how a push reaches the workers from there, and how its work stays out of others' way.
+"""Which GPU something is on, and how a push reaches the workers from there.
 
-Owns the choice between buckets in host memory and buckets in the memory of GPUs, and the stream of each GPU that a
-worker receives on.
+Owns the choice between buckets in host memory and buckets in the memory of GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 import torch.distributed
 
 from trueroll.errors import ConfigError
+
+from ...kernels.transfer import wait_for_stream
 
 
 def gpu_of(device: torch.device | str) -> str | None:
@@ -60,30 +60,3 @@ def made_current(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):
         wait_for_stream(device)
         yield
-
-
-@contextmanager
-def stream_beside(device: torch.device) -> Iterator[None]:
-    """What this thread does on a CUDA device comes after what the default stream has been given so far, and overlaps
-    with what others do there later.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        stream = _receiving_stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            yield
-
-
-def wait_for_stream(device: torch.device) -> None:
-    """Wait until a CUDA device has done all that this thread asked of it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-@cache
-def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Always the same one, for torch gives memory that was freed on a stream to that stream alone again."""
-    return torch.cuda.Stream(index)

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 
 from trueroll.errors import OtherBaseError, PushError
 
-from ..payload.manifest import Adapters, factor_names
-from ..payload.parameters import list_names
+from ..payload.manifest import Adapters, factor_names, list_names
 from ..payload.tensors import dtypes_of, tensor_checksum
 from .assembly import Destination, StagingArea
 

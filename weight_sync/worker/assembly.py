@@ -16,8 +16,20 @@ import torch
 
 from trueroll.errors import PushError
 
-from ..payload.manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
-from ..payload.parameters import Parameters, check_complete, describe_unknown, list_names, spellings_of
+from ..payload.manifest import (
+    ALIGNMENT,
+    ROW_MULTIPLE,
+    Bucket,
+    Elements,
+    Parameters,
+    Piece,
+    Rows,
+    check_complete,
+    checksum,
+    describe_unknown,
+    list_names,
+    spellings_of,
+)
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
 FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones or NaN"

@@ -1,18 +1,24 @@
 """The worker's side of a push: one thread that takes it from begin to its end.
 
-Owns: the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Does not own:
-the live weights, the commit, the socket. Promises: writes into live weights only once its source is open and it was
-told to proceed; never blocks who calls it for longer than it takes to write one piece, or to merge one weight with its
-adapter; publishes `Reached` for each call, or `Broken` and then nothing more; ends by itself when nothing was asked of
-it for `begin.timeout` seconds (while other workers drain, for so much longer), and when closed writes nothing more.
+`CallQueue` owns the calls that the push waits for; `Writing` whether it may still write, which whoever closes the push
+and its thread agree by; `Intake` which bucket comes next, and the reading end that they come by. `Receiver`, the
+thread, owns the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Not owned
+here: where pieces go (`assembly`), the live weights, the commit, the socket.
+
+Promises: writes into live weights only once its source is open and it was told to proceed; never blocks who calls it
+for longer than it takes to write one piece, or to merge one weight with its adapter; publishes `Reached` for each call,
+or `Broken` and then nothing more; ends by itself when nothing was asked of it for `begin.timeout` seconds (while other
+workers drain, for so much longer), and when closed writes nothing more.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -20,29 +26,185 @@ import torch
 
 from trueroll.errors import DeadlineError, PushError, TruerollError
 
+from ...kernels.transfer import stream_beside, wait_for_stream
 from ..payload.adapters import with_adapters
-from ..payload.manifest import CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
-from ..payload.messages import BeginPush, PushPhase, VerifyPush
-from ..payload.parameters import Parameters, own_dtypes, spellings_of
+from ..payload.manifest import (
+    Bucket,
+    CollectiveSource,
+    CudaIpcSource,
+    DiskSource,
+    LentSource,
+    Parameters,
+    SharedSource,
+    own_dtypes,
+    spellings_of,
+)
+from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
 from ..transports.collective import NcclReader
 from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
 from ..transports.ends import Reader
 from ..transports.gloo_reader import GlooReader
-from ..transports.gpu import stream_beside
 from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
 from .adapters import begin_adapters, merge_adapters
-from .assembly import Assembly, Destination, LendableStagingArea, StagingArea
-from .call_queue import Call, CallQueue, begin_seconds
+from .assembly import Assembly, Destination, LendableStagingArea, StagingArea, content_of
 from .events import Broken, Opened, Progress, PushEvent, Reached
-from .intake import Intake
-from .writing import Closed, Writing
 
 log = logging.getLogger(__name__)
 
-
+Call: TypeAlias = StageBucket | VerifyPush
 _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource
+
+
+def begin_seconds(begin: BeginPush) -> float:
+    """How long the other workers may take to begin: in place they let running requests end first, if they drain."""
+    return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
+
+
+class CallQueue:
+    """Calls of the push that `begin` describes. `put` may be called from any thread."""
+
+    def __init__(self, begin: BeginPush) -> None:
+        self._begin = begin
+        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._ahead: Call | None = None
+        self._patience = begin_seconds(begin)
+
+    def put(self, call: Call | None) -> None:
+        """One more call; None: there are no more."""
+        self._queue.put(call)
+
+    def next(self) -> Call | None:
+        """Wait for the next call. Raise DeadlineError if none comes in time."""
+        if self._ahead is not None:
+            call, self._ahead = self._ahead, None
+            return call
+        try:
+            call = self._queue.get(timeout=self._patience)
+        except queue.Empty:
+            raise DeadlineError(
+                f"push {self._begin.push_id}: expected the next call within {self._patience} s, found none; "
+                "the trainer died or hangs, and may push again"
+            ) from None
+        self._patience = self._begin.timeout
+        return call
+
+    def look_ahead(self) -> Call | None:
+        """The call that `next` gives after this one, if it has come."""
+        if self._ahead is None and not self._queue.empty():
+            self._ahead = self._queue.get()
+        return self._ahead
+
+
+class Closed(Exception):
+    """The push was closed while it had something to do."""
+
+
+class Writing:
+    """Open at first. Nothing is written once `close` has returned, nor over live weights before `allow_overwriting`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._may_overwrite = threading.Event()
+        self.is_closed = False
+
+    def allow_overwriting(self) -> None:
+        """Let `wait_to_overwrite` return."""
+        self._may_overwrite.set()
+
+    def close(self) -> None:
+        """Wait until what is being written is there; from now on nothing is written."""
+        self.is_closed = True
+        self._may_overwrite.set()
+        with self._lock:
+            pass
+
+    def check(self) -> None:
+        """Raise Closed once this is closed."""
+        if self.is_closed:
+            raise Closed
+
+    def wait_to_overwrite(self) -> None:
+        """Wait for `allow_overwriting`. Raise Closed if `close` comes first."""
+        self._may_overwrite.wait()
+        self.check()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whoever closes this waits until what is done inside is over, on the device too. Raise Closed if it is."""
+        with self._lock:
+            self.check()
+            yield
+            wait_for_stream(self.device)
+
+
+class Intake:
+    """Reads buckets with `reader` into `assembly`, each piece while `writing` allows it. `staged` is told the bytes of
+    each bucket that is there. `num_buckets`: how many are there.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        assembly: Assembly,
+        calls: CallQueue,
+        writing: Writing,
+        staged: Callable[[int], None],
+    ) -> None:
+        self.num_buckets = 0
+        self._reader, self._assembly = reader, assembly
+        self._calls, self._writing, self._staged = calls, writing, staged
+        self._early: StageBucket | None = None
+
+    def stage(self, call: StageBucket) -> Iterator[str]:
+        """Take the bucket of a call in, and one behind it that came too early: yield the id of each call that is done.
+        Raise PushError for a bucket out of turn.
+        """
+        if self._early is None and call.bucket.index == self.num_buckets + 1:
+            self._early = call  # the one before it was lost with a connection, and is sent again
+            return
+        self._take(call.bucket)
+        yield call.id
+        if self._early is not None:
+            early, self._early = self._early, None
+            yield from self.stage(early)
+
+    def finish(self, num_buckets: int) -> None:
+        """All buckets are there, but for those that nobody announces. Raise PushError if anything is missing."""
+        if num_buckets != self.num_buckets:
+            raise PushError(f"verify: expected {self.num_buckets} buckets, as arrived, found {num_buckets}")
+        for bucket, read in self._reader.read_unannounced():
+            self._assembly.check(bucket)  # before memory is taken for it
+            self._add(bucket, read())
+        self._assembly.finish()
+
+    def _take(self, bucket: Bucket) -> None:
+        if bucket.index != self.num_buckets:
+            raise PushError(f"bucket: expected bucket {self.num_buckets}, found bucket {bucket.index}; push again")
+        self._assembly.check(bucket)
+        data = self._reader.read(bucket)
+        self._prepare_next()
+        self._add(bucket, data)
+        self.num_buckets += 1
+
+    def _prepare_next(self) -> None:
+        """Let the next bucket come while this one is copied, if it is announced; if it is wrong, its turn tells."""
+        ahead = self._calls.look_ahead()
+        if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
+            with suppress(PushError):
+                self._assembly.check(ahead.bucket)
+                self._reader.prepare(ahead.bucket)
+
+    def _add(self, bucket: Bucket, data: torch.Tensor) -> None:
+        self._assembly.inspect_all(bucket, data)
+        for piece in bucket.pieces:
+            content = content_of(piece, data)
+            self._assembly.inspect(piece, content)
+            with self._writing.guarded():
+                self._assembly.add(piece, content)
+        self._staged(bucket.num_bytes)
 
 
 TRAINER_FIRST = 1.0

@@ -27,8 +27,7 @@ from trueroll.kernels.shards import Shard
 from trueroll.kernels.specs import DecoderSpec, MlpSpec, Slice, WeightSpec
 from trueroll.kernels.training import align, merged_weights, token_log_probs
 from trueroll.weight_sync.payload.adapters import with_adapters
-from trueroll.weight_sync.payload.manifest import Adapters, factor_names
-from trueroll.weight_sync.payload.parameters import own_dtypes
+from trueroll.weight_sync.payload.manifest import Adapters, factor_names, own_dtypes
 from trueroll.weight_sync.payload.tensors import tensor_checksum
 from trueroll.weight_sync.worker.adapters import served_checksums
 from trueroll.weight_sync.worker.saving import save_weights

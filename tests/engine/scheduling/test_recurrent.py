@@ -240,7 +240,7 @@ def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read(
     driver.scheduler.schedule()
     assert driver.scheduler.running.lanes.source[sequence.lane] != NO_SLOT
     driver.cache.invalidate()
-    assert driver.slots.num_ready == 0
+    assert driver.slots.stats.ready == 0
     driver.scheduler.check_integrity()
 
 
@@ -276,11 +276,11 @@ def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> 
     sequence = driver.add(PROMPT, [1])
     chunks = driver.scheduler.schedule()
     lanes = driver.scheduler.running.lanes
-    assert lanes.target[sequence.lane] != lanes.slot[sequence.lane] and driver.slots.num_reserved == 1
+    assert lanes.target[sequence.lane] != lanes.slot[sequence.lane] and driver.slots.stats.reserved == 1
     driver.scheduler.advance(chunks)
     driver.cache.invalidate()
     driver.scheduler.publish(chunks)
-    assert driver.slots.num_reserved == 0 and driver.slots.num_ready == 0
+    assert driver.slots.stats.reserved == 0 and driver.slots.stats.ready == 0
     driver.scheduler.recompute_running()
     driver.scheduler.check_integrity()
 

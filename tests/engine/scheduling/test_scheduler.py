@@ -717,7 +717,9 @@ def _draw_for_another(driver: Driver) -> None:
 
 
 def _keep_a_lane(driver: Driver) -> None:
-    driver.scheduler.running.lanes.enter(driver._sequence([1], None))
+    sequence = driver._sequence([1], None)
+    sequence.table = driver.scheduler.cache.tables.allocate([], 0)
+    driver.scheduler.running.lanes.enter(sequence)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from trueroll.errors import ConfigError, ForbiddenError, IllegalStateError, Push
 from trueroll.rollout import PushResult, WeightPublisher, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.router import Peer
-from trueroll.rollout.publisher import worker_clients
+from trueroll.rollout.publisher import publisher as publisher_module
 from trueroll.weight_sync.payload.manifest import MANIFEST_FILE, MODEL_FILE
 from trueroll.weight_sync.payload.tensors import DTYPES
 from trueroll.weight_sync.trainer import sender as sender_module
@@ -578,7 +578,7 @@ def test_a_folder_goes_to_those_alone_who_do_not_serve_it(cluster: Cluster) -> N
 
 @pytest.fixture(autouse=True)
 def _brief_waits_for_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_clients, "LOST_SECONDS", 0.2)
+    monkeypatch.setattr(publisher_module, "LOST_SECONDS", 0.2)
 
 
 def lose(cluster: Cluster, publisher: WeightPublisher, worker: FaultyWorker) -> None:
@@ -591,7 +591,7 @@ def lose(cluster: Cluster, publisher: WeightPublisher, worker: FaultyWorker) -> 
 def test_a_dead_worker_is_noticed_long_before_the_timeout_and_named(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_clients, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(publisher_module, "ANSWER_SECONDS", 2.0)
     dead, living = cluster.start(), cluster.start()
     tensors = trainer_tensors(1)
     with cluster.publisher(timeout=3600.0) as publisher:  # which nobody may wait for
@@ -667,7 +667,7 @@ def test_a_worker_that_computes_for_long_or_is_stopped_for_a_moment_is_not_lost(
 
     def handle_late(peer: Peer, message: protocol.Call) -> None:
         dispatch._handle = handle  # type: ignore[method-assign]
-        time.sleep(worker_clients.ANSWER_SECONDS / 4)
+        time.sleep(publisher_module.ANSWER_SECONDS / 4)
         computing.engine.gate.set()
         handle(peer, message)
 

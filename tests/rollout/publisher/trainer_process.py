@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from trueroll.errors import TruerollError
 from trueroll.rollout import WeightPublisher
 from trueroll.rollout.protocol import CommitPush
-from trueroll.rollout.publisher.worker_clients import WorkerClients
+from trueroll.rollout.publisher.publisher import WorkerClients
 from trueroll.weight_sync.trainer import sender as sender_module
 from trueroll.weight_sync.trainer.transaction import Transaction
 from trueroll.weight_sync.transports.collective import GroupSlots

@@ -36,8 +36,9 @@ def test_an_abort_of_what_waits_counts_once_though_its_client_is_found_gone(kind
         told.append(frame)
         return is_there
 
-    conditions = Conditions("ready", False, True, 3, 64)
+    conditions = Conditions("ready", False, True, 3)
     book = RequestBook(WorkerConfig(), lambda command: None, send, lambda identity: True, lambda: conditions)
+    book.max_model_len = 64
     book.submit(b"me", None, MESSAGES[kind])
     assert len(book.ledger.open) == 1 and book.ledger.num_samples_left == {"score": 1, "generate": 3}[kind]
     book.abort(b"me", None, protocol.Abort(id="abort", request_id="r"))

@@ -369,7 +369,7 @@ def test_a_kept_result_goes_when_all_have_given_it_up(raw: RawClient) -> None:
 
 
 def test_the_oldest_answers_are_forgotten(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueroll.rollout.worker.calls.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("trueroll.rollout.worker.ledger.MAX_REMEMBERED", 2)
     for id in "abc":
         raw.send("pause" if id == "a" else "resume", id=id)
         raw.receive()

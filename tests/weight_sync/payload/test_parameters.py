@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trueroll.errors import PushError
-from trueroll.weight_sync.payload.parameters import check_complete, describe_unknown, spellings_of
+from trueroll.weight_sync.payload.manifest import check_complete, describe_unknown, spellings_of
 
 WANTED: Any = SimpleNamespace(
     dtype="float32",

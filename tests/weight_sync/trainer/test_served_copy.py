@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueroll.weight_sync.payload.adapters import Adapted
-from trueroll.weight_sync.payload.parameters import Parameters
+from trueroll.weight_sync.payload.manifest import Parameters
 from trueroll.weight_sync.payload.tensors import DTYPES, raw_bits
 from trueroll.weight_sync.trainer.served_copy import ServedCopy
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from trueroll.errors import ConfigError, PushError
+from trueroll.kernels.transfer import stream_beside
 from trueroll.weight_sync.trainer.trainer_tensors import TrainerTensors
-from trueroll.weight_sync.transports.gpu import broadcasts_between_gpus, gpu_of, made_current, shares_gpu, stream_beside
+from trueroll.weight_sync.transports.gpu import broadcasts_between_gpus, gpu_of, made_current, shares_gpu
 
 from .stand_ins import gpu
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueroll.weight_sync.payload.manifest import ALIGNMENT, MOST_PIECES, ROW_MULTIPLE
-from trueroll.weight_sync.payload.packing import Packer, row_layout, slot_bytes
+from trueroll.weight_sync.trainer.sender import Packer, row_layout, slot_bytes
 
 
 def cuts(packer: Packer, count: int, unit_bytes: int, multiple: int = 1) -> list[tuple[int, int, int, int]]:
