@@ -66,8 +66,7 @@ class Admission:
         request = self._checked(request)
         ending_tokens = _ending_tokens(request.params, self._info)
         banned = array("q", ending_tokens)
-        watches = [self._watch(request) for _ in range(request.params.n)]
-        samples = [self._sample(request, i, ending_tokens, banned, watch) for i, watch in enumerate(watches)]
+        samples = [self._sample(request, i, ending_tokens, banned) for i in range(request.params.n)]
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
@@ -89,12 +88,7 @@ class Admission:
         return replace(request, params=params)
 
     def _sample(
-        self,
-        request: GenerateRequest,
-        index: int,
-        ending_tokens: frozenset[int],
-        banned: array[int],
-        watch: StopStrings | None,
+        self, request: GenerateRequest, index: int, ending_tokens: frozenset[int], banned: array[int]
     ) -> OpenSample:
         params = request.params
         assert params.seed is not None
@@ -107,7 +101,7 @@ class Admission:
             DrawRecord.of(params, seed, len(request.prompt_token_ids), bool(banned)),
             ending_tokens,
             banned,
-            watch,
+            self._watch(request),
             logprobs=None if params.logprobs is None else array("f"),
             records=None if params.top_logprobs is None else GrowingColumns(TOPS, params.top_logprobs),
         )
@@ -176,7 +170,7 @@ class Admission:
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
-    """The tokenizer of a model folder; without one, what to answer requests with stop strings."""
+    """The tokenizer of a model folder; if it has none, the text of the error for requests with stop strings."""
     try:
         return load_vocabulary(folder)
     except InvalidRequestError as error:

@@ -53,7 +53,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """What it serves, and with how much memory."""
+        """What the engine serves, and with how much memory."""
         return self._executor.info
 
     @property
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted request waits for outputs, so that `step` has something to do."""
+        """Whether any accepted request is unfinished, so that `step` has something to do."""
         return len(self._ledger) > 0
 
     def add(self, request: Request) -> None:
@@ -107,8 +107,8 @@ class Engine:
 
         `in_flight`: running requests have their KV computed anew and keep their tokens, while scores begin again
         (`recompute`), end with what they have (`abort`), or must not exist, waiting ones neither (`drain`).
-        Raise RuntimeError for that or while the weights sleep, ValueError for an incomplete staging; then nothing
-        changed.
+        Raise RuntimeError for requests that `drain` finds, or while the weights sleep; ValueError for an incomplete
+        staging; then nothing changed.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)

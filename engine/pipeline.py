@@ -63,7 +63,7 @@ class Ledger:
         return entry in self._sequences
 
     def sequence_of(self, entry: Entry) -> Sequence:
-        """The one that computes it."""
+        """The sequence that computes it."""
         return self._sequences[entry]
 
     def open_samples(self, samples: AnySequence[OpenSample], sequence: Sequence) -> None:
@@ -123,7 +123,7 @@ class Ledger:
         return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
-        """Those of its first tokens, if somebody asked for them and there are some."""
+        """The routed experts of its first `num_fed` tokens, if they were asked for and there are any."""
         if self.routes is None or sequence.routes is None or not num_fed:
             return None
         return self.routes.array(sequence.routes.rows(0, num_fed))
@@ -136,7 +136,7 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step under way, and whom it was queued for."""
+    """A step under way, and what takes its results."""
 
     chunks: Chunks
     takers: Takers
@@ -155,11 +155,6 @@ class Pipeline:
         self.expert_tokens = bytes(8 * info.expert_layers * info.num_experts)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
         self._queued: _QueuedStep | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a step is queued whose results nobody has taken."""
-        return self._queued is not None
 
     def step(self) -> list[Output]:
         """What `Engine.step` promises."""

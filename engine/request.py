@@ -1,9 +1,9 @@
 """What goes into the engine and what comes out of it: requests, sampling parameters, outputs and their columns.
 
 Owns the meaning and the ranges of every sampling parameter, and the table of columns: what is recorded of each token of
-a sample beside the token, such as its log-prob. Whoever slices, joins or makes columns, from the engine to the front
-end, does it by this table, so that a new column is told to its fields, its message and its maker, and to nobody else.
-Routed experts are none of them, as they are recorded of the tokens of the prompt, too (`outputs.routes`).
+a sample beside the token, such as its log-prob. All code that slices, joins or makes columns, from the engine to the
+front end, goes by this table, so that a new column changes its fields, its message and the code that makes it, and
+nothing else. Routed experts are no column: they are recorded of the tokens of the prompt, too (`outputs.routes`).
 
 Knows nothing of models, blocks or sockets, and imports no torch, so that clients share these types with the engine.
 """
@@ -15,7 +15,7 @@ import operator
 import struct
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -100,11 +100,9 @@ class GrowingColumns:
     def arrays(self, start: int = 0) -> Columns:
         """Those of the tokens from `start` on, writable."""
         k, rows = self._k, self._num_tokens - start
-        parts = [(column, content[column.num_bytes(k) * start :]) for column, content in self._pairs()]
+        pairs = zip(self._columns, self._content, strict=True)
+        parts = [(column, content[column.num_bytes(k) * start :]) for column, content in pairs]
         return {column.name: np.frombuffer(part, column.dtype).reshape(column.shape(rows, k)) for column, part in parts}
-
-    def _pairs(self) -> Iterator[tuple[Column, bytearray]]:
-        return zip(self._columns, self._content, strict=True)
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -392,8 +390,7 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class ScoreRequest:
     """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two; `spans`: as in
-    `GenerateRequest`. `top_logprobs`,
-    `return_routed_experts`: those of `SamplingParams`.
+    `GenerateRequest`. `top_logprobs`, `return_routed_experts`: those of `SamplingParams`.
     """
 
     id: str

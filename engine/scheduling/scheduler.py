@@ -47,7 +47,7 @@ class SharedPrompts:
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
         """The sequence that computes the prompt of these tokens and this chain; its samples may still grow in number.
-        None if a sequence of one with records is wanted, and there is but one without, or the other way round.
+        A chain with records finds only a sequence with records, and one without only one without.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
@@ -91,7 +91,7 @@ class SchedulerStats:
 
 
 def order_of(sequence: Sequence) -> tuple[int, int]:
-    """By which sequences are sorted; no two have the same."""
+    """The sort key of sequences; no two have the same."""
     return sequence.order
 
 
@@ -103,7 +103,10 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """`ready`: those to be looked at, sorted. To look up one is to hash its prompt, so those set aside cost nothing."""
+    """Waiting sequences: `ready` ones, sorted, and those set aside until a block that they need is there.
+
+    Looking at a sequence means hashing its prompt; one that is set aside costs nothing.
+    """
 
     def __init__(self) -> None:
         self.ready: list[Sequence] = []
@@ -114,32 +117,32 @@ class Waiting:
 
     @property
     def num_aside(self) -> int:
-        """How many are set aside."""
+        """How many sequences are set aside."""
         return sum(map(len, self._aside.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait, for whatever, sorted."""
+        """All waiting sequences, sorted."""
         return iter(sorted([*self.ready, *chain.from_iterable(self._aside.values())], key=order_of))
 
     def add(self, sequence: Sequence) -> None:
-        """One more to be looked at."""
+        """Add a sequence to the ready ones."""
         insort(self.ready, sequence, key=order_of)
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no more, wherever it is."""
+        """Remove a sequence, ready or set aside."""
         if sequence.claim is None:
             remove_from(self.ready, sequence)
         else:
             self._aside[sequence.claim].remove(sequence)
 
     def set_aside(self, sequence: Sequence, claim: bytes) -> None:
-        """Not to be looked at before the block `claim` is there."""
+        """Set a ready sequence aside until the block `claim` is there, or nothing computes it any more."""
         remove_from(self.ready, sequence)
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
 
     def take_back(self, is_under_way: Callable[[bytes], bool]) -> None:
-        """Lets those be looked at again for whom there is nothing to wait for any more."""
+        """Make sequences ready again whose block is no longer under way: it is there, or nothing computes it."""
         over = [key for key in self._aside if not is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
@@ -159,7 +162,7 @@ class Running:
         self.sequences: list[Sequence] = []
         self._cache, self._capacity = cache, capacity
         self._order: np.ndarray | None = None  # the lanes of `sequences`, until these change
-        # Of a block that was given back since, nothing is read before it is written.
+        # A copy into a block that was given back meanwhile does no harm: a block is written before it is read.
         self._block_copies = self._no_copies()
 
     def __len__(self) -> int:
@@ -223,7 +226,9 @@ class Running:
         return child
 
     def take_block_copies(self) -> list[dict[int, int]]:
-        """What has to be copied before the next step computes anything, once: of each group destination to source."""
+        """The block copies to make before the next step computes anything, of each group destination to source.
+        Returns each once.
+        """
         copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
 
@@ -326,7 +331,7 @@ class Starter:
             self._stats.prefix_hits += sequence.num_computed
 
 
-# To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
+# A lookup hashes the prompt of a sequence, and then finds block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32
 
 

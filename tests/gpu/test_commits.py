@@ -56,7 +56,7 @@ def test_each_version_serves_its_own_bits_whatever_was_under_way(tmp_path: Path,
             steps = count()
             while not staging.done() or next(steps) < 3:
                 engine.step()
-            under_way += engine._pipeline.is_under_way
+            under_way += engine._pipeline._queued is not None
             engine.commit_weights(staging.result(), number, "recompute")
             engine.step()
             engine.abort(beside.id)
