@@ -35,7 +35,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import SampleDelta
-from ...rollout import protocol
+from .. import protocol
 from ..config import check_address
 from ..network.keys import Key, client_keys, use_curve
 from ..protocol import Delta, FinishedSample, Growth, delta_of, sample_delta
@@ -145,7 +145,7 @@ HEARTBEAT_MS = 10_000
 
 
 class Listener(Protocol):
-    """Whom a line tells what happens to it. What is raised ends the line."""
+    """Is told what happens to a line. What it raises ends the line."""
 
     def heard(self, frame: bytes) -> None:
         """The worker has sent a frame."""
@@ -404,14 +404,16 @@ def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWo
 
 TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
-"""A worker cuts off who sends much faster than it takes: after so many bytes its word is waited for."""
+"""How many bytes are sent before the worker has to confirm them: it cuts off a client that sends much faster than it
+reads.
+"""
 
 
 @dataclass
 class _Window:
-    """`queue`: the ids of calls that are to be sent. `unconfirmed`: bytes that were sent since the worker gave its word
-    that it has taken what came before. `is_open`: whether the worker has answered on this connection. `notices`: what
-    is told the same worker once it has answered on the next one.
+    """`queue`: the ids of calls that are to be sent. `unconfirmed`: bytes that were sent since the worker last
+    confirmed what it had taken. `is_open`: whether the worker has answered on this connection. `notices`: messages for
+    the same worker, to be sent once it has answered on the next connection.
     """
 
     queue: deque[str] = field(default_factory=deque)
@@ -436,7 +438,7 @@ class Connection:
         self.calls = PendingCalls()
         self._window = _Window()
         self._worker: protocol.Health | None = None
-        # What follows the answers to the own calls for health, which nobody else waits for.
+        # By id, what to do with the answers to this connection's own calls for health.
         self._awaited: dict[str, Callable[[protocol.Health], None]] = {}
         self._silent_ticks = 0
         self._end: TruerollError | None = None
@@ -532,7 +534,7 @@ class Connection:
         self._send_queued()
 
     def _send_queued(self) -> None:
-        """Send the calls that wait, as far as the worker's word is not to be waited for."""
+        """Send queued calls, until the worker has to confirm what was sent."""
         while self._window.has_next:
             id = self._window.queue.popleft()
             if (call := self.calls.get(id)) is not None:

@@ -31,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from trueroll.errors import ConfigError, UnreadError
 
-from ...rollout import protocol
+from .. import protocol
 from ..config import WorkerConfig
 from .keys import OWNER, Client, ServerKeys, serve_curve, server_keys
 

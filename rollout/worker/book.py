@@ -39,14 +39,14 @@ from ...engine.request import (
     derive_seed,
     seed_of,
 )
-from ...rollout import protocol
+from .. import protocol
 from ..config import WorkerConfig
 from ..protocol import Delta, Deltas, Generate, GetScores, Growth, State
 from .engine_thread import Add, Command, End, Ended, Run, Stream
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
 
 MOST_CALLERS = 1024
-"""Who may ask for the same request by different names."""
+"""How many callers may submit the same request."""
 
 
 class Conditions(NamedTuple):
@@ -87,7 +87,7 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
     """Raise QueueFullError unless one more may ask for a known request."""
     is_open = entry.key in ledger.open
     if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
-        raise _too_many("who wait for", entry, most)
+        raise _too_many("clients wait for", entry, most)
     if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
         raise _too_many("callers of", entry, MOST_CALLERS)
     if is_open:
@@ -97,19 +97,19 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
 def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
     """Raise QueueFullError unless one more may wait for the end of an open request."""
     if len(entry.successors) >= (most := config.max_queued_requests):
-        raise _too_many("who wait for the end of", entry, most)
+        raise _too_many("clients wait for the end of", entry, most)
     _check_room_to_wait(submission, config, ledger)
 
 
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """For what is known already there is room of its own, as whoever lost a connection asks again."""
-    more, of = submission.num_bytes, " for who waits for known requests"
+    """Submissions of known requests have a budget of their own: a client that lost its connection submits again."""
+    more, of = submission.num_bytes, " for submissions of known requests"
     _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
 
 
 def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
     return QueueFullError(
-        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later",
+        f"queue: too many {which} {entry.message.id!r} (limit {most}); try again later",
         value=most + 1,
         limit=most,
     )
@@ -118,7 +118,7 @@ def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
 def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
     state = conditions.state
     if conditions.is_ending or state == "failed":
-        raise UnavailableError(f"worker: found state {state}, in which it ends; use another worker", value=state)
+        raise UnavailableError(f"worker is shutting down (state {state}); use another worker", value=state)
     if config.while_unavailable == "reject" and state not in ("loading", "ready"):
         raise UnavailableError(
             f"worker: expected state ready, found {state}; try again later, or start the worker with "
@@ -163,7 +163,9 @@ class _Stream:
 
 @dataclass
 class _Progress:
-    """Of a reader. `keys`: the requests that it streams. `told`: of how many tokens. `due`: where there are more."""
+    """Of a reader. `keys`: the requests that it streams. `told`: by sample, how many tokens were sent. `due`: the
+    samples that have more.
+    """
 
     keys: set[str] = field(default_factory=set)
     told: dict[_Place, int] = field(default_factory=dict)
@@ -318,8 +320,8 @@ class WaitingRoom:
     """Requests by key.
 
     Owns which of their samples have ended meanwhile. Does not own their ledger entries, nor the engine that it gives
-    them to. Promises: they leave in the order in which they came, those that wait for weights apart; to look at the
-    others costs nothing for those; what was aborted here is computed nowhere.
+    them to. Promises: requests leave in the order in which they came, but for those that wait for weights, which are
+    not looked at before the weights may have changed; what was aborted here is computed nowhere.
     """
 
     def __init__(self) -> None:
@@ -349,13 +351,13 @@ class WaitingRoom:
         self._early.pop(key, None)
 
     def look_at_all(self) -> None:
-        """Other weights may be served now: `take_due` looks at those again that waited for some."""
+        """The weights may have changed: `take_due` looks again at the requests that waited for others."""
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
         """Those that can begin with weights `version`, and those that are refused for it.
 
-        `version` None: it is not known yet, so that whoever demands one waits.
+        `version` None: it is not known yet, so that requests which demand one wait.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -382,7 +384,7 @@ def serves(message: Generate | GetScores, version: int | None) -> bool:
 
 
 def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
-    """What to tell whoever demands newer weights than those of `version`."""
+    """The error for a request that demands newer weights than those of `version`."""
     return StaleWeightsError(
         f"min_weight_version: expected weights of version {message.min_weight_version} or later, found version "
         f"{version} served, as by a worker that was started anew; push again, or ask with wait_for_weights",
@@ -403,8 +405,8 @@ def _empty_scores(id: str) -> ScoreOutput:
 
 
 class Abortion(NamedTuple):
-    """Why the engine was told to end samples of `entry`. `call`: the key of the call that asked for it, and
-    `message`, that; both None if nobody waits for the answer.
+    """An order to the engine to end samples of `entry`. `call`, `message`: the key of the call that asked for it, and
+    the call itself; both None if no client waits for the answer.
     """
 
     entry: Entry
@@ -414,7 +416,8 @@ class Abortion(NamedTuple):
 
 class RequestBook:
     """Requests of all users. `command` gives the engine a command; `send` sends a client a frame, and returns False if
-    it gets no more; `takes` tells whether a client has read what was sent before; `conditions` how the worker stands.
+    the client gets no more; `takes` tells whether a client has read what was sent before; `conditions` gives the
+    `Conditions` of now.
     `waiting_room`: the requests that the engine was not given yet. `max_model_len`: in tokens; None until the model has
     loaded.
     """
@@ -437,7 +440,7 @@ class RequestBook:
 
     @property
     def has_unanswered(self) -> bool:
-        """Whether somebody is owed a reply."""
+        """Whether any client is owed a reply."""
         return bool(self.ledger.open or self._aborts.under_way)
 
     @property
@@ -510,8 +513,8 @@ class RequestBook:
             self._tell_engine(Abortion(entry, call, message))
 
     def lose(self, identity: bytes) -> None:
-        """A client gets no more replies. What nobody waits for any more ends, if it is to do so or waits for weights
-        itself: the client asks again if it comes back.
+        """A client gets no more replies. A request that no client waits for any more ends if it is `while_connected`,
+        or if it still waits for weights: a client that comes back submits it again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -526,8 +529,8 @@ class RequestBook:
     # To and from the engine.
 
     def admit(self, whatever_state: bool = False) -> None:
-        """Give the engine the requests that wait, if it is to have them; `whatever_state`: all that its weights are new
-        enough for.
+        """Give the engine the requests that wait, if it takes requests now or `whatever_state` the worker is in. Those
+        that demand newer weights go on waiting, or are refused.
         """
         if not len(self.waiting_room):
             return
@@ -536,7 +539,7 @@ class RequestBook:
             self._give(conditions.version)
 
     def _give(self, version: int | None) -> None:
-        """Give the engine the requests that wait for nothing but that; `version`: of its weights."""
+        """Give the engine the requests that weights `version`, which it has, are new enough for."""
         ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
@@ -581,8 +584,8 @@ class RequestBook:
         self._end(self.ledger.open[key], error)
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Give the engine a command. If it `aborts` what the engine has, who asks for some of that from now on waits
-        for the end of it.
+        """Give the engine a command. If it `aborts` what the engine has, later submissions of these requests wait for
+        their end.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -591,7 +594,7 @@ class RequestBook:
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
-        """The engine has done what it was told between two steps, which ended these."""
+        """The engine has run a command between two steps, which ended these."""
         self.take_outputs(outputs)
         interrupted, self._interrupted = self._interrupted, []
         for entry in interrupted:
@@ -651,7 +654,7 @@ class RequestBook:
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """It has ended these; none if there was nothing to end."""
+        """Answer an abort that ended `outputs`; none if there was nothing to end."""
         self.take_outputs(outputs)
         if outputs:
             self._answer_abort(call, message, len(outputs))

@@ -1,8 +1,8 @@
 """Calls that control a worker: what it does beside serving requests.
 
-Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the operation under way
-(`operations`), pushes (`pushes`), the socket, the requests, the engine. It runs on the worker's thread; what touches
-the engine goes there as a command.
+Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the operation and the push under
+way (`pushes`), the socket, the requests, the engine. It runs on the worker's thread; what touches the engine goes there
+as a command.
 
 Promises: one operation at a time, in the order of the calls; every call gets exactly one reply, also when the worker
 ends or fails.
@@ -76,7 +76,7 @@ class Control:
         return min(self._operations.deadline, self.pushes.deadline)
 
     def finish_loading(self, weights: Destination, device: str) -> None:
-        """The engine stands; `weights` is where pushes go, on `device`."""
+        """The model has loaded; `weights` is where pushes go, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
         self.pushes.target = Target(weights, device, gpu_of(device))
@@ -148,7 +148,7 @@ class Control:
                     self._operations.begin(operation)
 
     def _operation_of(self, call: protocol.LifecycleCall) -> Operation | None:
-        """What a call asks for; None if it is so already. Raise TruerollError if it cannot be done."""
+        """What a call asks for; None if that is the state already. Raise TruerollError if it cannot be done."""
         standing = self.lifecycle.standing
         match call:
             case protocol.Pause() | protocol.Resume():

@@ -118,7 +118,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine stands. `info`: its EngineInfo as a dictionary."""
+    """The engine is built. `info`: its EngineInfo as a dictionary."""
 
     info: dict[str, Any]
     weights: Destination
@@ -142,11 +142,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """What an `End` ended, or the error if there was nothing to end."""
+    """What an `End` ended; nothing if there was nothing to end."""
 
     command: End
     outputs: list[Output]
-    error: TruerollError | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ class EngineThread(threading.Thread):
     """Builds the engine, then applies commands and steps until told to stop. Put `Command`s into `commands`.
 
     `publish` is called on this thread with every event, and `step_seconds` observes every step. `snapshot` is None
-    until the engine stands.
+    until the engine is built.
     """
 
     def __init__(
@@ -250,12 +249,10 @@ class EngineThread(threading.Thread):
                     engine.stream(request_id)
                     self._publish(Finished([], engine.take_deltas()))
             case End(request_id, index):
-                try:
+                outputs: list[Output] = []
+                with suppress(TruerollError):
                     outputs = engine.abort(request_id, index)
-                except TruerollError as error:
-                    self._publish(Ended(command, [], error))
-                else:
-                    self._publish(Ended(command, outputs))
+                self._publish(Ended(command, outputs))
             case Run():
                 self._run_between_steps(engine, command)
 

@@ -1,9 +1,9 @@
 """The worker's record of requests and calls: what makes submission idempotent and results survive a lost connection.
 
-`Ledger` owns which request ids of which users are in use, for which content, who waits for them, and what was replied
+`Ledger` owns which request ids of which users are in use, for which content, what waits for them, and what was replied
 so far. It holds replies as encoded frames and sends none. `Calls` owns which calls that have one reply each are under
-way, who sent them, and the last replies given, for callers that lost theirs. Not owned here: sockets, the engine, what
-a call does, or the decision to accept.
+way, which clients sent them, and the last replies given, for callers that lost theirs. Not owned here: sockets, the
+engine, what a call does, or the decision to accept.
 
 Promises: an id stands for one content for as long as it is known, and a user's ids are nobody else's. An open entry is
 never dropped. Finished entries are kept, in the order in which they finished, until acknowledged or until the bounds
@@ -50,7 +50,7 @@ INT_BYTES = 36
 SPAN_BYTES = 256
 """Of a span in memory."""
 NAME_BYTES = 256
-"""Of a submission that waits, or of a caller who is remembered, beside its name."""
+"""Of a submission that waits, or of a caller that is remembered, beside its name."""
 STREAM_BYTES = 256
 """Of each sample that a submission which waits wants deltas of."""
 
@@ -103,7 +103,7 @@ class Submission(NamedTuple):
 
 
 class Submissions:
-    """Those of one request that wait, by connection. `num_bytes`: what they take, about."""
+    """The waiting submissions of one request, by connection. `num_bytes`: what they take, about."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, list[Submission]] = {}
@@ -126,14 +126,14 @@ class Submissions:
         self.num_bytes += submission.num_bytes
 
     def take(self, identity: bytes) -> list[Submission]:
-        """Let a connection's go. Returns them."""
+        """Remove and return the submissions of a connection."""
         taken = self._waiting.pop(identity, [])
         self._count -= len(taken)
         self.num_bytes -= sum(submission.num_bytes for submission in taken)
         return taken
 
     def withdraw(self, caller: str) -> None:
-        """Let those by `caller` go."""
+        """Remove the submissions by `caller`."""
         for identity, waiting in list(self._waiting.items()):
             if any(submission.caller == caller for submission in waiting):
                 for submission in self.take(identity):
@@ -143,13 +143,15 @@ class Submissions:
 
 @dataclass(eq=False)
 class Entry:
-    """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
+    """One request: its content as submitted, the submissions that wait for it, and the frames sent for it so far, in
+    order.
 
-    `key`: what it is called among those of all users; `user`: whose it is. `subscribers` has one for each submission,
-    as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts samples still
-    to come. `num_bytes_asked`: of the content. `callers`: all that asked for it, and of an open one how many
-    submissions of each wait; `num_aborts`: aborts that the engine has not answered. `successors`: who is not to get
-    what is aborted, and waits until it has ended.
+    `key`: its name among the requests of all users; `user`: the one that made it. `subscribers` has one for each
+    submission, as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts
+    samples still to come. `num_bytes_asked`: of the content. `callers`: all that asked for it, and of an open one how
+    many submissions of each wait; `num_aborts`: aborts that the engine has not answered. `successors`: submissions that
+    came after an abort, are not to get what it ends, and are submitted anew once it has ended. `is_wanted`: whether to
+    keep its result once it has ended.
     """
 
     key: str
@@ -177,7 +179,7 @@ class Entry:
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
-        """Whether a submission by `caller` may join: an abort is only for those who had asked before it came."""
+        """Whether a submission by `caller` may join: an abort is only for callers that had asked before it came."""
         return caller in self.callers or not self.is_aborted
 
     @property
@@ -241,7 +243,7 @@ class KeptResults:
         self._push_out()
 
     def remember(self, entry: Entry, caller: str | None) -> None:
-        """Somebody else has got the replies of a kept entry."""
+        """Note that `caller`, too, has got the replies of a kept entry."""
         if caller not in entry.callers:
             entry.callers[caller] = 1
             self.num_bytes += num_bytes_to_name(caller)
@@ -350,7 +352,7 @@ class Ledger:
         return entry
 
     def join(self, entry: Entry) -> None:
-        """Somebody else asks for a known request."""
+        """Count one more submission of a known request."""
         self.stats.joined += 1
         entry.is_wanted = True
 
@@ -377,12 +379,10 @@ class Ledger:
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
 
-    def fail(self, key: str) -> Entry:
+    def fail(self, key: str) -> None:
         """Close an open entry that gets no result; its id is free again."""
         self.stats.failed += 1
-        entry = self._close(key)
-        self.num_samples_left -= entry.num_unfinished
-        return entry
+        self.num_samples_left -= self._close(key).num_unfinished
 
     def finish(self, key: str) -> None:
         """Close an open entry that has its result, and keep it if it is wanted."""

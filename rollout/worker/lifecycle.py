@@ -42,7 +42,7 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "begin_push": _STANDING,
     "commit_push": _STANDING,
 }
-"""What is not named here is legal in every state. A call that asks for what is so already succeeds."""
+"""Calls that are not named here are legal in every state. Requesting the current state is a no-op and succeeds."""
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Lifecycle:
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
             if self.is_ending:
-                text = f"{call}: expected a worker that goes on, found one that ends; use another one"
+                text = f"{call}: worker is shutting down; use another one"
                 raise UnavailableError(text, value=self.state)
             raise IllegalStateError(
                 f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}",

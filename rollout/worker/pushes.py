@@ -31,14 +31,25 @@ from trueroll.errors import (
 )
 
 from ...engine.request import InFlight, Output
-from ...rollout import protocol
 from ...weight_sync.transports.policy import PushPolicy
 from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
+from .. import protocol
 from ..monitoring.timings import Timings
 from ..protocol import State
 from .engine_thread import Run, ServedEngine
 from .ledger import Calls
 from .lifecycle import Lifecycle, Standing
+
+if TYPE_CHECKING:
+    from ...weight_sync.payload.manifest import LentSource
+    from ...weight_sync.worker.assembly import Destination, StagingArea
+    from ...weight_sync.worker.receiver import Receiver
+
+MARGIN_SECONDS = 5.0
+"""How much longer than the timeout of a push its thread may take to answer: its own error says more."""
+MOST_ABANDONED = 4
+
+log = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
@@ -153,17 +164,16 @@ class Operations:
             operation.cancelled(error)
             self._refuse(operation.call.id, error)
 
-    def finish(self, run: Run, seconds: float) -> Operation:
-        """The engine has done what the current operation asked of it. Returns that."""
+    def finish(self, run: Run, seconds: float) -> None:
+        """The engine has done what the current operation asked of it."""
         operation, self.current = self.current, None
         assert operation is not None and operation.run is run
         self._lifecycle.end(operation.then)
         operation.done(seconds)
-        return operation
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """What to answer if the thread of a push does not."""
+    """The error for the calls of a push whose thread does not answer."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
         f"push {call.push_id}: the worker hangs, and made no progress within the timeout of {call.timeout:g} s; see "
@@ -176,18 +186,6 @@ def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
         f"{operation.call.type}: expected running requests to end within its timeout, found {num_unfinished} "
         "unfinished; nothing was changed; try again with more time, or with in_flight recompute or abort"
     )
-
-
-if TYPE_CHECKING:
-    from ...weight_sync.payload.manifest import LentSource
-    from ...weight_sync.worker.assembly import Destination, StagingArea
-    from ...weight_sync.worker.receiver import Receiver
-
-log = logging.getLogger(__name__)
-
-MARGIN_SECONDS = 5.0
-"""How much longer than the timeout of a push its thread may take to answer: what it says itself tells more."""
-MOST_ABANDONED = 4
 
 
 class PushHost(Protocol):
@@ -434,7 +432,7 @@ class Pushes:
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
-        """Forget the push under way, if any, and tell who waits for it."""
+        """Forget the push under way, if any, and answer the calls that wait for it with an error."""
         push, self._push = self._push, None
         if push is None:
             return
@@ -459,7 +457,7 @@ class Pushes:
             self._handle_opening(news.event)
             return
         if news.push is not self._push or news.push.is_committing:
-            return  # it is over or as good as that, and whoever waited was told
+            return  # it is over or as good as that, and its calls were answered
         match news.event:
             case Broken(error):
                 self.break_off(error)
@@ -586,13 +584,13 @@ def _superseded_by(call: protocol.BeginPush) -> PushError:
 
 
 def aborted() -> PushError:
-    """What the calls of a push are told that its trainer has aborted."""
+    """The error for the calls of a push that its trainer has aborted."""
     return PushError("push: aborted by its trainer")
 
 
 def ending() -> TruerollError:
-    """What calls are told once the worker ends."""
-    return UnavailableError("worker: it ends; use another worker")
+    """The error for calls once the worker ends."""
+    return UnavailableError("worker is shutting down; use another worker")
 
 
 def _no_thread() -> PushError:

@@ -5,11 +5,11 @@ Events of the engine come to the first through its `Inbox`. Health and stats are
 step runs long.
 
 Owns: the loop that brings messages (`Dispatch`) and events to the parts that they are for, what is read, checked and
-refused, how the worker ends (`Ending`), and what is told of it (`Vitals`). Does not own: requests (`book`), the state
-of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
+refused, how the worker ends (`Ending`), and its health, counters and times (`Vitals`). Does not own: requests (`book`),
+the state of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
 
-Promises: no received bytes end the process; when the engine fails or the worker is told to end, everybody is answered
-before it does.
+Promises: no received bytes end the process; when the engine fails or the worker is told to end, every caller is
+answered before the worker ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from trueroll.errors import (
     WorkerFailedError,
 )
 
-from ...rollout import protocol
 from ...weight_sync.transports.policy import PushPolicy
+from .. import protocol
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer, SourceMetrics
 from ..monitoring.resident import ResidentMemory
@@ -47,6 +47,11 @@ from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
 from .ledger import Calls, Ledger
 from .pushes import PushNews
+
+if TYPE_CHECKING:
+    from ...weight_sync.worker.assembly import Destination
+
+log = logging.getLogger(__name__)
 
 
 class Vitals:
@@ -111,7 +116,7 @@ class Vitals:
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """With why commits take longer than they could; empty if they do not."""
+        """`info`, and as `commit_note` why commits take longer than they could, or nothing."""
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
@@ -158,7 +163,7 @@ class Inbox(Generic[T]):
         return self._writer.fileno()
 
     def clear(self) -> None:
-        """What was told by wakes is known; called when `fileno` is readable."""
+        """Take the wake-ups so far; to be called when `fileno` is readable."""
         self._reader.recv(4096)
 
     def get(self) -> T | None:
@@ -227,8 +232,6 @@ class Ending:
 ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
 """Of a message. Reading costs time for each, and only a bucket of a push has many."""
 FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protocol.GetHealth | protocol.GetStats
-
-log = logging.getLogger(__name__)
 
 
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
@@ -329,9 +332,6 @@ class Dispatch:
     def _refuse(self, peer: Peer, id: str | None, error: TruerollError, caller: str | None = None) -> None:
         self._router.send(peer.identity, protocol.encode(protocol.error_message(id, error, caller)))
 
-
-if TYPE_CHECKING:
-    from ...weight_sync.worker.assembly import Destination
 
 MOST_CALLS = 1024
 """Calls to control the worker that may be under way, and times that one of them may be asked for."""
@@ -544,7 +544,7 @@ class Worker:
 
     def _abort_open_requests(self) -> None:
         if self._vitals.info is None:
-            self._fail_everything(UnavailableError("worker: it ended before its model was loaded; use another worker"))
+            self._fail_everything(UnavailableError("worker: shut down before its model had loaded; use another worker"))
         elif self._ending.is_aborting:
             self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
         else:

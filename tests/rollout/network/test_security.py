@@ -1232,7 +1232,8 @@ def test_what_waits_is_counted_and_found() -> None:
                 ledger.finish(key)
                 ledger.awaited.release(ending, ending.successors)
             case 7 if key in ledger.open and step % 3 == 0:
-                ending = ledger.fail(key)
+                ending = ledger.open[key]
+                ledger.fail(key)
                 ledger.awaited.release(ending, ending.subscribers)
                 ledger.awaited.release(ending, ending.successors)
         waiting = [(each, submission) for each in made for submission in [*each.subscribers, *each.successors]]

@@ -100,7 +100,7 @@ def test_a_worker_that_ends_allows_none_of_these_calls_but_to_describe_its_weigh
     lifecycle.start_ending()
     assert lifecycle.state == "draining"
     for call in LEGAL_CALLS.keys() - {"weights"}:
-        with pytest.raises(UnavailableError, match="found one that ends"):
+        with pytest.raises(UnavailableError, match="worker is shutting down"):
             lifecycle.check(call)
 
 
