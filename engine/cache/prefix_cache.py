@@ -13,8 +13,8 @@ when to allocate, fork or preempt (`scheduler`).
 
 Layers of one window are a group, with a pool of blocks of their own; those without a window are the group of window
 None. An entry of the index is a prefix that ends with a full block, and names the block of each group that holds the KV
-of its last tokens, as long as that has not been handed out to others. A sequence gives a block back once no later query
-of its can reach it; what was published of it may be hit until it is handed out.
+of its last tokens, as long as that has not been handed out to others. A sequence gives a block back once none of its
+later queries can reach the block; if it was published, it may be hit until it is handed out.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all its tokens, and a group of window W
 that of tokens [L - W + 1, L), which is what the token at L attends to beside itself.
@@ -263,7 +263,7 @@ class Claims:
 @dataclass(eq=False, slots=True)
 class Table:
     """The blocks of one sequence. Those of each group are as many; block i holds the KV of tokens [i * block_size, (i +
-    1) * block_size) in that group's layers, from block `starts[group]` on. What is named before is not the sequence's.
+    1) * block_size) in that group's layers, from block `starts[group]` on. Blocks before that are no longer its own.
     """
 
     blocks: list[array[int]] = field(default_factory=list)

@@ -65,8 +65,8 @@ P = ParamSpec("P")
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
-_PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 """Errors that are about one request of a call, which their text then names."""
+_PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 @dataclass(frozen=True)
@@ -426,9 +426,9 @@ class AsyncRolloutClient:
         """Submit messages, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
         pieces of a sample come before it, if they were asked for.
 
-        An error names its place in `what` the caller gave, if that is given. With `errors` `return` it is yielded.
-        `in_groups`: the caller looks at no sample before its group has ended, and at the last one of each index. One
-        worker sends none twice; several may have to begin a group anew.
+        An error names its place in `what`, the argument of the caller, unless that is None. With `errors` `return` it
+        is yielded. `in_groups`: the caller uses samples only once their group has ended, so that a client of several
+        workers may begin a group anew, and yield its samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()

@@ -127,6 +127,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
+        # Made only to raise InvalidRequestError for an id or an index that no worker would take.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)

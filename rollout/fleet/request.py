@@ -48,8 +48,8 @@ class _Attempt:
                 await self.link.client.abort(id, index, missing_ok=True)
 
     def release(self, dispatch: Dispatch) -> None:
-        """The worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever
-        waits may cancel that first.
+        """Take the request off the worker's load. `is_last` tells whether the worker finished it; how its task ended
+        does not, since that may be cancelled first.
         """
         if self.is_last:
             dispatch.finish(self.placed, time.monotonic() - self.since)
@@ -86,7 +86,7 @@ class FleetRequest:
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
 
     async def run(self) -> None:
-        """Until its end was delivered."""
+        """Ask workers until the end of the request was delivered."""
         try:
             while not self._state.is_over:
                 if not self._attempts:
@@ -212,7 +212,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Whoever is still asked is told that nobody waits."""
+        """Tell the workers that are still asked that nothing waits for their answers."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)

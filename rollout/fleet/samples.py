@@ -35,7 +35,7 @@ class Samples:
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample: whose tokens were shown, up to which one. None: those of what is in `parts`, or all.
+        # By sample: the ask whose tokens were shown, and how many. None: those of its part, or of the whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:

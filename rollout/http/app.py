@@ -88,7 +88,8 @@ class Endpoints:
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
-            reading = read(await self._bodies.read(request), served)  # which alone keeps what was read
+            # Only this coroutine holds what was read, so that it is freed once it is parsed.
+            reading = read(await self._bodies.read(request), served)
             try:
                 task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
                 if task.is_stream:

@@ -99,10 +99,9 @@ class Bodies:
     def _no_room(self) -> HttpError:
         text = (
             f"body: all bodies that are not parsed yet exceed {self._most} bytes, and of the unfinished ones this one "
-            "holds the most for the longest time"
+            "holds the most for the longest time; try again later, or send it faster"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        text = f"{text}; try again later, or send it faster"
         return HttpError(503, text, limit=self._most, code="bodies_full", headers=headers)
 
 

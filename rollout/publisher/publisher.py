@@ -63,14 +63,14 @@ DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
 """Between two looks at who joined during a push. Clients look more often, and ask none of them afterwards."""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
-"""What a greeting of a worker ends with that does not answer, loads its model or has failed."""
+"""How the greeting of a worker ends that does not answer, still loads its model, or has failed."""
 
 ANSWER_SECONDS = 5.0
 """How long a worker may take to answer a greeting: it does so at once, also while it computes, unless it is stopped."""
 LOST_SECONDS = 1.0
 """The same for one that did not answer the greeting before."""
 FOLLOW_SECONDS = 0.1
-"""Between two looks at who is a member."""
+"""Between two looks at the members of the fleet."""
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,9 @@ class WorkerClients:
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Wait no longer for those that are members no more: their fleet sees them end, which here nobody does."""
+        """Close the clients of workers that are members no more, so that no call waits for them: a fleet notices
+        sooner than a client that a worker has ended.
+        """
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
@@ -221,13 +223,13 @@ class WeightPublisher:
     `disk`, where a folder for each push is written; older ones are removed; it is made with mode 0700 if it is not
     there and otherwise keeps its mode. `host`: for `collective`, the address of this machine that workers can reach, by
     default 127.0.0.1; what travels there is neither encrypted nor authenticated.
-    `sparse`: send only the elements that changed since the last push, where the workers still serve
-    that; this keeps a copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests:
-    they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
-    what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
-    push that fails then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and
-    infinities. `on_lost`: with a worker that does not answer when a push begins, or still loads its model, the push is
-    an error (`raise`), or goes on to the others (`skip`) and to that one again once it is back. `server_public_key`,
+    `sparse`: send only the elements that changed since the last push, where the workers still serve that; this keeps a
+    copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests: they go on under the
+    new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with what they have
+    (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a push that fails
+    then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and infinities.
+    `on_lost`: with a worker that does not answer when a push begins, or still loads its model, the push is an error
+    (`raise`), or goes on to the others (`skip`) and to that one again once it is back. `server_public_key`,
     `client_key`: see `RolloutClient`; the client's role must be control.
     """
 
@@ -285,13 +287,13 @@ class WeightPublisher:
         self._workers = workers
 
     def connect_fleet(self, fleet: FleetArg) -> None:
-        """From now on push to whoever serves in a fleet when a push begins: a `Fleet`, its file, or the addresses of
-        workers. Sends nothing yet.
+        """From now on push to the workers that serve in `fleet` when a push begins: a `Fleet`, its file, or the
+        addresses of workers. Sends nothing yet.
 
         A worker that is lost during a push is taken out of it, and the push made again to the others, unless the
         tensors came from an iterator or are sharded. A push of adapters alone is made again with the weights that they
-        are added to if a worker has others. The fleet itself brings who replaces it to the weights, as well as
-        whoever joins later; a worker that joins while none serves is pushed to.
+        are added to if a worker has others. The fleet itself brings the weights to the worker that replaces it, and to
+        workers that join later; a worker that joins while none serves is pushed to.
         """
         membership = membership_of(fleet)
         self._disconnect()
@@ -396,8 +398,8 @@ class WeightPublisher:
         return len(self._fleet_addresses()) > 0
 
     def _wait_for_late_ones(self, push_id: str) -> None:
-        """Return once nobody serves in the fleet whom this push did not reach: a worker that began to meanwhile has
-        the weights before it, until the fleet notices.
+        """Return once this push has reached every worker that serves in the fleet: one that began to serve meanwhile
+        has older weights until the fleet notices.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:
@@ -419,7 +421,7 @@ class WeightPublisher:
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int, push_id: str) -> None:
-        """So that a fleet which loses all its workers now serves nothing else."""
+        """Tell the fleet of the push: should it lose all its workers now, it serves nothing else."""
         if not isinstance(self._fleet, KeepsPush):
             return
         try:
@@ -428,7 +430,7 @@ class WeightPublisher:
             log.warning("the fleet learns of version %d only when it looks at its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
-        """Of those to push to: who serves, or who joins while nobody does."""
+        """The addresses to push to: of the workers that serve, or of those that join while none serves."""
         assert self._fleet is not None
         members = self._fleet.members()
         chosen = [member for member in members if member.standing != "joining"] or members
@@ -492,7 +494,7 @@ class WeightPublisher:
         return found is None or found != self._latest.get(address)
 
     def _meet(self) -> _Party:
-        """Everybody who answers. Raise PushError if somebody does not, and is not to be left out."""
+        """The workers that answer. Raise PushError if one does not, and is not to be left out."""
         workers = self._connected()
         replies = workers.greet(self._settings.timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}

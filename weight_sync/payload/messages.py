@@ -102,10 +102,10 @@ class Weights(Message):
     """What a push must bring, and what is served now.
 
     `dtype`: of pushes; `dtypes`: of parameters that come in another. `shapes`: of every parameter, by its Hugging Face
-    name. `parts`: of those that are stacks of matrices, one for each
-    expert, and may come in parts instead: what the parts of one matrix are called, in the order of their rows, of which
-    each has as many, with the expert's number in place of `{}`. `tied`: names that are copies of a parameter, and of
-    which; `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
+    name. `parts`: of those that are stacks of matrices, one for each expert, and may come in parts instead: what the
+    parts of one matrix are called, in the order of their rows, of which each has as many, with the expert's number in
+    place of `{}`. `tied`: names that are copies of a parameter, and of which; `ignored`: further names that may be left
+    out. `push_id`: the push that is served, None for the model's own
     checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU. `kin`: equal for
     workers that may share the memory of their weights, None for one that cannot. `instance`: see `Health`.
     """

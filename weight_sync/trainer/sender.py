@@ -361,7 +361,7 @@ class WeightSender:
         return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
-        """Once nothing is under way from them any more."""
+        """Keep the buffers of a process group for the next push, once nothing is under way from them any more."""
         if self._transport == "collective":
             self._buffers = slots.slots
 
@@ -458,7 +458,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """Who maps the memory of whom: the workers of a kin that of the first of them."""
+    """By position, the workers that map memory of another, and of which: of the first one of their kin."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))

@@ -1,9 +1,9 @@
 """The worker's side of a push: one thread that takes it from begin to its end.
 
-`CallQueue` owns the calls that the push waits for; `Writing` whether it may still write, which whoever closes the push
-and its thread agree by; `Intake` which bucket comes next, and the reading end that they come by. `Receiver`, the
-thread, owns the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Not owned
-here: where pieces go (`assembly`), the live weights, the commit, the socket.
+`CallQueue` owns the calls that the push waits for; `Writing` whether the push may still write, which its thread and the
+one that closes it must agree on; `Intake` which bucket comes next. `Receiver`, the thread, owns the transport's reading
+end (group, mapped memory), and the staging until the commit takes it. Not owned here: where pieces go (`assembly`), the
+live weights, the commit, the socket.
 
 Promises: writes into live weights only once its source is open and it was told to proceed; never blocks who calls it
 for longer than it takes to write one piece, or to merge one weight with its adapter; publishes `Reached` for each call,
@@ -133,7 +133,7 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Whoever closes this waits until what is done inside is over, on the device too. Raise Closed if it is."""
+        """Write inside: `close` waits until that is done, on the device too. Raise Closed if this is closed."""
         with self._lock:
             self.check()
             yield
@@ -305,7 +305,7 @@ class Receiver(threading.Thread):
             self._repeat(verify)
         finally:
             if lendable is not None:
-                lendable.withdraw()  # who gives up must not be borrowed from
+                lendable.withdraw()  # nothing may be borrowed from a push that is over
             reader.close()
 
     def _take_buckets(self, intake: Intake) -> VerifyPush | None:
@@ -318,7 +318,7 @@ class Receiver(threading.Thread):
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:
-        """Answer until the end of the push whoever asks again to verify it, for want of the first answer."""
+        """Until the push ends, answer further calls to verify it: the first answer may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
                 raise PushError(f"{call.type}: expected nothing more after verify_push, found it; push again")
