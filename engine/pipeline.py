@@ -266,10 +266,10 @@ class Pipeline:
         for place, range_ in takers.prompts:
             found = [(takers.samples[i], int(rows[i])) for i in range_]
             samples = [(sample, row) for sample, row in found if self._ledger.is_open(sample)]
-            outputs += self._part(queued.chunks.sequences[place], samples, drawn)
+            outputs += self._split(queued.chunks.sequences[place], samples, drawn)
         return outputs
 
-    def _part(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
+    def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
         """Gives each sample the token of its draw. Of those that go on, the first keeps the sequence, the others get
         forks.
         """

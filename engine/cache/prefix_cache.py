@@ -383,13 +383,13 @@ class BlockTables:
                 self.pools[group].release(table.blocks[group][start:first])
                 table.starts[group] = first
 
-    def leave_windows(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Whether a window leaves a block behind, for each sequence that went on from `starts` to `ends`: bool [N]."""
-        left = np.zeros(len(ends), np.bool_)
+        leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
-            left |= before < after
-        return left
+            leaves |= before < after
+        return leaves
 
     def release(self, table: Table) -> None:
         """Releases all blocks of a table."""

@@ -22,7 +22,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import chain
 
 import numpy as np
 
@@ -122,7 +121,7 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, sorted."""
-        return iter(sorted([*self.ready, *chain.from_iterable(self._aside.values())], key=order_of))
+        return iter(sorted({*self.ready}.union(*self._aside.values()), key=order_of))
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to the ready ones."""
@@ -390,8 +389,8 @@ class Scheduler:
         plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
         running = self.running.in_order()
         uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
-        alone = self._decode(running[uncomputed == 1], plan)
-        for sequence in lanes.sequences[np.concatenate((alone, running[uncomputed > 1]))]:
+        one_by_one = self._decode(running[uncomputed == 1], plan)
+        for sequence in lanes.sequences[np.concatenate((one_by_one, running[uncomputed > 1]))]:
             if sequence.table:  # not preempted by one before it
                 self._continue(sequence, plan)
         if not plan.short_of_blocks:
@@ -422,8 +421,8 @@ class Scheduler:
         if self.running.states is not None:
             self.running.states.publish(chunks, cache.identity.epoch)
         if cache.tables.windowed:
-            left = cache.tables.leave_windows(chunks.starts, chunks.ends)
-            for sequence, _, end in chunks.take(np.flatnonzero(left)):
+            leaves = cache.tables.leaves_block(chunks.starts, chunks.ends)
+            for sequence, _, end in chunks.take(np.flatnonzero(leaves)):
                 if sequence.table:
                     cache.tables.give_back(sequence.table, end)
 
@@ -461,21 +460,21 @@ class Scheduler:
         if self.routes is not None:
             self.routes.check_integrity(self.cache.entries)
 
-    def _decode(self, lanes: np.ndarray, plan: _Plan) -> np.ndarray:
-        """Lets the sequences of some lanes compute one token each, in this order, if there are blocks for all of them.
-        Returns the lanes if not: each then has to be looked at alone.
+    def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
+        """Lets the sequences of the lanes `decoding` compute one token each, in this order, if there are blocks for all
+        of them. Returns the lanes that then have to be planned one by one: all of them, or none.
         """
-        lanes, columns = lanes[: plan.budget], self.running.lanes
-        if self.running.states is not None and self.running.states.cuts_decodes(lanes):
-            return lanes
-        lacking = lanes[columns.num_computed[lanes] == columns.num_blocks[lanes] * self.cache.block_size]
+        decoding, lanes = decoding[: plan.budget], self.running.lanes
+        if self.running.states is not None and self.running.states.cuts_decodes(decoding):
+            return decoding
+        lacking = decoding[lanes.num_computed[decoding] == lanes.num_blocks[decoding] * self.cache.block_size]
         if len(lacking) > self.cache.tables.num_available:
-            return lanes
-        for sequence in columns.sequences[lacking]:
+            return decoding
+        for sequence in lanes.sequences[lacking]:
             self.running.extend(sequence, 1)
-        plan.sizes = dict.fromkeys(lanes.tolist(), 1)
-        plan.budget -= len(lanes)
-        return lanes[:0]
+        plan.sizes = dict.fromkeys(decoding.tolist(), 1)
+        plan.budget -= len(decoding)
+        return decoding[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
         start = sequence.num_computed
