@@ -408,7 +408,7 @@ class PrefixCache:
     """Finds published prefixes of blocks of `block_size` tokens. `num_blocks`: how many the layers of each window
     share; those of window None, if there are such layers, come first.
 
-    `tables`: who has which blocks. `identity`: what blocks are named by. `claims`: those that are being computed. With
+    `tables`: gives sequences their blocks. `identity`: names blocks. `claims`: the blocks that are being computed. With
     `enabled` false nothing is ever published, so that nothing is ever found. `forget` is told of entries that can be
     found no more.
     """

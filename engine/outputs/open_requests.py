@@ -113,7 +113,7 @@ class OpenSample:
     `banned`: those again, for draws before `min_tokens`. `logprobs`: None if not asked for. `commits`: each set of
     weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
     with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
-    None if nobody asked for deltas.
+    None if deltas were not asked for.
     """
 
     request: GenerateRequest

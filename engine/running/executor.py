@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class StepResults(NamedTuple):
     """What a step has given, on the host. `drawn`: None if it draws nothing. `scores`: for each of those of the step
     its columns: log-probs, and with `top_logprobs` entropy, ids and log-probs of the most probable tokens. `routes`:
-    the rows of the step's tokens as `RouteFormat` has them, None where nobody records them. `expert_tokens`: that of
+    the rows of the step's tokens as `RouteFormat` has them, None where none are recorded. `expert_tokens`: that of
     `EngineStats`, empty for a model without experts.
     """
 

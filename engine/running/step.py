@@ -85,7 +85,7 @@ class Step:
     `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers. And for each window of the
     model's layers `slots` [M], where in the cache the KV of the tokens goes; `block_tables` [N, max_blocks], those of
     `AttentionBatch`; `block_copies` [C, 2], source and destination of each block that is copied before anything is
-    computed. `records_routes`: somebody records which experts are chosen for some of the tokens.
+    computed. `records_routes`: whether the experts that are chosen for some of the tokens are recorded.
     """
 
     token_ids: np.ndarray

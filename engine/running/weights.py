@@ -110,7 +110,7 @@ class WeightStore:
     @property
     def kin(self) -> str | None:
         """Equal for processes that may share the memory of their weights: each can lend it to the others, and has the
-        same weights in the same places. None where there is nobody to lend it to.
+        same weights in the same places. None where no other process could map it.
         """
         if self._device.type != "cpu" or (place := place_to_lend()) is None:
             return None
@@ -375,12 +375,12 @@ class LendableStaging(WeightStaging):
         return self._lendable.lend()
 
     def withdraw(self) -> None:
-        """Let nobody map them from now on."""
+        """Let no process map them from now on."""
         self._lendable.withdraw()
 
 
 class BorrowedStaging(WeightStaging):
-    """All weights, as somebody else has staged them."""
+    """All weights, as another process has staged them."""
 
     def __init__(self, store: WeightStore, arena: BorrowedArena) -> None:
         super().__init__(store, in_place=False)

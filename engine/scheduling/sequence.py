@@ -47,7 +47,7 @@ class Sequence:
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
     0 otherwise, or once there is one.
-    `routes`: the experts that were chosen for its tokens, as far as steps are done; None if nobody asked for them. Of
+    `routes`: the experts that were chosen for its tokens, as far as steps are done; None if they were not asked for. Of
     one that waits after a token was drawn, all its tokens but the last have theirs.
     `lane`: -1 of a sequence that waits, which holds no blocks.
     """

@@ -6,9 +6,9 @@ the messages. Imports neither torch nor transformers.
 
 Promises: a call returns when all its requests have ended, or raises the first error that one of them met (unless it is
 to return errors), naming the prompt that it is about; then the others are given up, as they are when the call is
-cancelled, interrupted, or its stream closed early: the worker aborts what nobody else waits for. A worker that is lost,
-or whose replies are, is told nothing, so that requests can be asked for again. The worker is told when results have
-arrived, so that it keeps them no longer.
+cancelled, interrupted, or its stream closed early: the worker aborts what no other client waits for. A worker that is
+lost, or whose replies are, is told nothing, so that requests can be asked for again. The worker is told when results
+have arrived, so that it keeps them no longer.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class AsyncRolloutClient:
         `deltas`: before a sample, yields (position, SampleDelta) for what it has got since the one before, as it comes;
         all of them together are the sample, to the bit. Each begins where the one before ended, or at 0: then the
         sample was begun anew, as after a lost connection, and what came before is void. What is not taken at once comes
-        in one piece later. Of a request that somebody else made and that runs, what is there comes first.
+        in one piece later. Of a running request that another client made, what is there comes first.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas)

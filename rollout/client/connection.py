@@ -1,11 +1,11 @@
-"""A client's connection to one worker: sends calls, hands their replies to whoever waits, and never leaves one waiting.
+"""A client's connection to one worker: sends calls, hands their replies to the callers, and leaves no caller waiting.
 
 Owns: the socket (`Line`), the calls that wait for their end (`PendingCalls`), what has come for their callers (`Inbox`,
 and `Received` for samples that grow), when calls are sent, and which process is at the other end (`Connection`). Does
 not own: what calls mean.
 
 Promises: every call gets its terminal reply or an exception. After a broken connection, calls are sent again to the
-same worker process, which knows them by their ids; if another process answers, or nobody for `timeout` seconds, they
+same worker process, which knows them by their ids; if another process answers, or none for `timeout` seconds, they
 end with WorkerLostError. What answers is the worker that was meant: it has the key that it should have, or runs as this
 user or root. Everything happens on the event loop and in the process of the first call: from others calls raise at
 once.
@@ -222,9 +222,9 @@ class Line:
         )
 
     def _connect(self) -> None:
-        """A socket for one connection: what could not be sent by it shall not go to whoever is there next.
-
-        It does where the event loop stands still for longer than `RETRY_MS` just then: the socket connects by itself.
+        """Make a socket for one connection alone: what could not be sent by it must not go to the process that is
+        there next. It does where the event loop stands still for longer than `RETRY_MS` just then, as the socket
+        reconnects by itself.
         """
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
@@ -458,7 +458,7 @@ class Connection:
             self._send_queued()
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
-        """Send a message whose reply, if any, nobody waits for."""
+        """Send a message without waiting for a reply."""
         if self._worker is None or self._end is not None or self._line.not_at_home() is not None:
             return
         if self._window.is_open:

@@ -49,7 +49,7 @@ class AsyncFleetClient(AsyncRolloutClient):
     versions the weights of a group's tokens may differ, and those of a worker that is asked be older than the newest; a
     group that a push would mix otherwise is begun anew, or raises StaleWeightsError from `stream` if a part of it was
     yielded. `mixed_kinds`: take workers that differ in backend, instruction set, dtype or version of torch, so that a
-    sample's bits depend on who was asked; otherwise ConfigError. `straggler_seconds`: a request that takes longer than
+    sample's bits depend on the worker; otherwise ConfigError. `straggler_seconds`: a request that takes longer than
     that, and three times as long for its size as others, is asked of a second worker too; None: never. `patience`:
     seconds to wait for a worker while there is none; WorkerLostError after them. `while_connected`: see
     `AsyncRolloutClient`.

@@ -4,7 +4,7 @@ Owns: the tasks in which workers are asked, the wait for a worker, and the patie
 the request is there, nor what is asked for next (`GroupState`), nor the workers (`WorkerPool`).
 
 Promises: the request has one end, whatever becomes of the workers that were asked; a worker whose answers are of no use
-any more is told that nobody waits.
+any more is told that nothing waits for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Attempt:
     is_last: bool = False
 
     async def abort(self, indices: set[int], n: int) -> None:
-        """Have the worker end these of `n` samples. If it is lost, whoever is asked next gives them."""
+        """Have the worker end these of `n` samples. If it is lost, the worker that is asked next gives them."""
         with suppress(TruerollError):
             for id, index in self.ask.targets(indices, n):
                 await self.link.client.abort(id, index, missing_ok=True)

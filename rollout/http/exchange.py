@@ -51,7 +51,7 @@ class Line(Protocol):
 
 @dataclass
 class _Body:
-    """The body of a request: `content` that nobody has taken, and whether there is no more to come."""
+    """The body of a request: `content` that was not taken yet, and whether there is no more to come."""
 
     content: bytearray = field(default_factory=bytearray)
     is_whole: bool = False

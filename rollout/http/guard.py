@@ -1,8 +1,8 @@
 """What every request passes first: it is counted, and let in by its key, its role, its origin, and how many others are
 open.
 
-Without a key the front end listens on loopback, where a web page in somebody's browser could reach it as well. A
-browser says in `Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
+Without a key the front end listens on loopback, where a web page in a browser could reach it as well. A browser says in
+`Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer's side: `WeightPublisher` pushes weights to workers, none of which commits them before all have verified.
 
-`WorkerClients` owns one client of each worker, all on one event loop on a thread of its own, and who did not answer
+`WorkerClients` owns one client of each worker, all on one event loop on a thread of its own, and which did not answer
 last: every call ends within its timeout, or as soon as the worker is no member of its fleet any more, and the first
 worker that fails ends a call to all of them with an error that names it, but a greeting, which waits for all.
 `WeightPublisher` owns which workers there are, and what each of them was last known to serve. Not owned here: how
@@ -61,7 +61,7 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Between two looks at who joined during a push. Clients look more often, and ask none of them afterwards."""
+"""Between two looks at the workers that joined during a push. Clients look more often, and then ask none of these."""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
 """How the greeting of a worker ends that does not answer, still loads its model, or has failed."""
 

@@ -1,12 +1,12 @@
 """The requests of a worker, from their submission to their one terminal reply.
 
-Owns: each request with all that hangs on it, wherever it is: its entry (`ledger`), whether it is admitted, its place
-among those that the engine was not given yet (`WaitingRoom`), who reads how it grows (`Streams`), and the aborts of it
-that are under way. Does not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
+Owns: each request with everything attached to it: its entry (`ledger`), whether it is admitted, its place among those
+that the engine was not given yet (`WaitingRoom`), the clients that stream it (`Streams`), and the aborts of it that are
+under way. Does not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
 
 Promises: every accepted request gets exactly one terminal reply for each time that it was submitted, unless its client
 does not read. However a request ends (finished, failed, aborted, refused, with its owner or with the worker), it passes
-`_end`, after which nothing of it is left but what is kept. A user's requests and cached prefixes are nobody else's.
+`_end`, after which nothing of it is left but what is kept. No user reaches another one's requests or cached prefixes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ _Place: TypeAlias = tuple[str, int]
 
 @dataclass
 class _Stream:
-    """A request: its samples as far as they are known, and who reads them."""
+    """A streamed request: its unfinished samples so far, and its readers."""
 
     growths: dict[int, Growth] = field(default_factory=dict)
     readers: set[Reader] = field(default_factory=set)
@@ -179,13 +179,13 @@ class _Progress:
 class Streams:
     """Requests by key. `send` gives a connection a message; `takes` tells whether it has read what was sent before.
 
-    Owns: the tokens so far of unfinished samples that somebody streams, once, whoever reads them; who reads, and where
-    each reader is. Does not own: sockets, the ledger, or the replies that end a sample.
+    Owns: the tokens so far of unfinished samples of streamed requests, once for all readers; the readers, and how far
+    each has read. Does not own: sockets, the ledger, or the replies that end a sample.
 
     Promises: a reader is told of each token once and in order, from the first one, however late it came, until the
     sample ends: what it was not told of by then is in the sample. All that it has not been told of goes out in one
     message (in several where that is more than about `MOST_BYTES`), once it has read what was sent before: one that
-    does not read costs its place in each sample, however far they grow. A request that nobody streams costs nothing.
+    does not read costs its place in each sample, however far they grow. A request without readers costs nothing.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -221,7 +221,7 @@ class Streams:
             self._fall_due(reader, (key, delta.index))
 
     def end_sample(self, key: str, index: int) -> None:
-        """The sample has ended: nobody is told more of it."""
+        """The sample has ended: no reader is told more of it."""
         if stream := self._streams.get(key):
             stream.growths.pop(index, None)
             for reader in stream.readers:
@@ -589,8 +589,8 @@ class RequestBook:
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
-        for entry in self._interrupted:
-            entry.num_aborts += 1
+            for entry in self._interrupted:
+                entry.num_aborts += 1
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:

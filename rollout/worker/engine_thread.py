@@ -1,8 +1,8 @@
 """The thread that owns the engine: it alone builds, feeds and steps it.
 
 Commands come in through one queue and events go out through another, so nothing here is locked and nothing of the
-engine is shared. A command waits at most one step. Between steps the thread leaves a `Snapshot` for whoever asks how
-things are. Promises: every command is applied in order, and whatever the engine raises comes out as an event.
+engine is shared. A command waits at most one step. Between steps the thread leaves a `Snapshot` for health and stats.
+Promises: every command is applied in order, and whatever the engine raises comes out as an event.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class EngineThread(threading.Thread):
             self._take_snapshot(engine, made_progress=True)
             self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
             self._loop(engine)
-        except BaseException as error:  # the thread's last word: whoever reads the events must learn of any end
+        except BaseException as error:  # the reader of the events must learn of any end
             self._publish(Failed(error))
 
     def _loop(self, engine: ServedEngine) -> None:

@@ -5,9 +5,9 @@ so far. It holds replies as encoded frames and sends none. `Calls` owns which ca
 way, which clients sent them, and the last replies given, for callers that lost theirs. Not owned here: sockets, the
 engine, what a call does, or the decision to accept.
 
-Promises: an id stands for one content for as long as it is known, and a user's ids are nobody else's. An open entry is
+Promises: an id stands for one content for as long as it is known, and each user has ids of its own. An open entry is
 never dropped. Finished entries are kept, in the order in which they finished, until acknowledged or until the bounds
-push the oldest out. What was aborted goes to those alone who had asked for it by then. What a connection waits for is
+push the oldest out. What was aborted goes only to callers that had asked for it by then. What a connection waits for is
 found without a look at anything else. A call that is sent again, as after a reconnect, is done once and answered each
 time that it was sent, as long as it is under way or its reply is among the last `MAX_REMEMBERED`; under the id of
 another call it is refused.
@@ -290,7 +290,7 @@ class Awaited:
         return released
 
     def lose(self, identity: bytes) -> list[Entry]:
-        """A connection gets no more replies. Return the entries that nobody waits for any more."""
+        """A connection gets no more replies. Return the entries that no submission waits for any more."""
         lost = list(self._entries.pop(identity, ()))
         for entry in lost:
             before = entry.num_bytes_waiting
@@ -315,8 +315,9 @@ class Awaited:
 
 
 class Ledger:
-    """Requests by key: `open` ones, and `kept` ones that have ended. `awaited`: who waits for which of the open ones.
-    `num_samples_left` counts the samples of the open ones to come, `num_bytes_open` what was asked for in them.
+    """Requests by key: `open` ones, and `kept` ones that have ended. `awaited`: which connections wait for which of the
+    open ones. `num_samples_left`: the samples of open requests that are still to come. `num_bytes_open`: what the
+    content of open requests takes, about.
     """
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
@@ -411,7 +412,9 @@ MAX_REMEMBERED = 1024
 
 @dataclass(eq=False)
 class _Known:
-    """`content`: the hash of a call, which may be long. `callers`: whoever waits. `reply`: once there is one."""
+    """`content`: the hash of a call, which may be long. `callers`: the connections that wait. `reply`: None until there
+    is one.
+    """
 
     id: str
     content: int

@@ -201,8 +201,8 @@ class PushHost(Protocol):
 @dataclass(eq=False)
 class Push:
     """A push under way. `calls`: ids of the calls that wait for its thread, with the time (monotonic seconds) at which
-    each is given up. `staging`: from when it is verified until it is over; its memory must not wait for whoever holds
-    the push a little longer. `is_committing`: the engine was told to take it, or is about to be.
+    each is given up. `staging`: from when it is verified until it is over, so that its memory is freed even where
+    something still refers to the push. `is_committing`: the engine was told to take it, or is about to be.
     """
 
     begin: protocol.BeginPush
@@ -389,7 +389,7 @@ class Pushes:
         if push.begin.allow_older and push.begin.weight_version <= served:
             log.warning(
                 "push %s: version %d takes the place of version %d, though it is not later, as its trainer allowed; "
-                "whoever compares the versions of samples will take some for what they are not",
+                "samples of different weights may now carry the same version",
                 call.push_id,
                 push.begin.weight_version,
                 served,

@@ -241,7 +241,7 @@ def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.Fr
         return protocol.from_client(frame, ELEMENTS_BY_ROLE[role])
     except TruerollError:
         raise
-    except Exception as error:  # a fault of the libraries that read it, which must not become everybody's
+    except Exception as error:  # a fault of the libraries that read it, which must not end the worker
         log.exception("could not read a message of %d bytes", len(frame))
         raise ProtocolError(f"message: expected one that can be read, found {type(error).__name__}") from None
 
@@ -262,8 +262,8 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 
 def check_peer(peer: Peer, message: protocol.Call) -> None:
     """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if its
-    connection has ended where it matters: the replies could come to whoever gets the connection's identity next, or the
-    request was to end with it.
+    connection has ended where it matters: the replies could go to the client that gets the connection's identity next,
+    or the request was to end with it.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):

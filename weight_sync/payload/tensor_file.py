@@ -1,7 +1,7 @@
 """A safetensors file that may be wrong, or change while it is read: its header, and one tensor after the other.
 
 Owns the checks of the header, which is read once. Does not own the file. Promises that no length or offset is believed
-before it is checked, and that a file which somebody cuts short is an error: it is read by calls, which let other
+before it is checked, and that a file which is cut short is an error: it is read by calls, which let other
 threads run, and never mapped, since touching what is gone of a mapped file ends the process.
 """
 

@@ -390,10 +390,8 @@ class WeightSender:
         wanted, adapters = load.wanted, load.adapters
         with transaction.phase("stage"):
             shapes = spellings_of(wanted).all_shapes()
-            writer = FolderWriter(
-                *(self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes),
-                *(own_dtypes(wanted), adapters),
-            )
+            version, dtypes = transaction.version, own_dtypes(wanted)
+            writer = FolderWriter(self._folder, transaction.push_id, version, wanted.dtype, shapes, dtypes, adapters)
             with closing(writer):
                 load.put_all(partial(_write, writer, dtypes_of(wanted)))
                 folder = writer.finish()

@@ -254,7 +254,7 @@ def push_on_all_ranks(
     tensors: Tensors, has_workers: bool, push: Callable[[TrainerTensors], PushResult | None]
 ) -> PushResult | None:
     """What `push` returns or raises, on rank 0 and on the ranks that only take part in gathers, which is those without
-    workers of their own where the tensors are sharded. None: nobody needed it.
+    workers of their own where the tensors are sharded. None: no worker needed it.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

@@ -84,7 +84,7 @@ class LendableStagingArea(StagingArea, Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Lend it to nobody from now on; who has it keeps it."""
+        """Lend it no more from now on; a process that has it keeps it."""
         ...
 
 

@@ -5,9 +5,9 @@ one that closes it must agree on; `Intake` which bucket comes next. `Receiver`, 
 end (group, mapped memory), and the staging until the commit takes it. Not owned here: where pieces go (`assembly`), the
 live weights, the commit, the socket.
 
-Promises: writes into live weights only once its source is open and it was told to proceed; never blocks who calls it
-for longer than it takes to write one piece, or to merge one weight with its adapter; publishes `Reached` for each call,
-or `Broken` and then nothing more; ends by itself when nothing was asked of it for `begin.timeout` seconds (while other
+Promises: writes into live weights only once its source is open and it was told to proceed; never blocks its caller for
+longer than it takes to write one piece, or to merge one weight with its adapter; publishes `Reached` for each call, or
+`Broken` and then nothing more; ends by itself when nothing was asked of it for `begin.timeout` seconds (while other
 workers drain, for so much longer), and when closed writes nothing more.
 """
 
@@ -172,7 +172,9 @@ class Intake:
             yield from self.stage(early)
 
     def finish(self, num_buckets: int) -> None:
-        """All buckets are there, but for those that nobody announces. Raise PushError if anything is missing."""
+        """All announced buckets are there: add the buckets of a folder, which are not announced. Raise PushError if
+        anything is missing then.
+        """
         if num_buckets != self.num_buckets:
             raise PushError(f"verify: expected {self.num_buckets} buckets, as arrived, found {num_buckets}")
         for bucket, read in self._reader.read_unannounced():
@@ -217,8 +219,8 @@ class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`; `publish` is called on this thread with each
     event.
 
-    `progress` may be read at any time; `staging` once the push is verified, after which nothing more may be asked:
-    whoever is to commit it takes it before `close`.
+    `progress` may be read at any time; `staging` once the push is verified, after which nothing more may be asked: the
+    worker takes it for the commit before `close`.
     """
 
     def __init__(
