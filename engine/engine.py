@@ -47,9 +47,8 @@ class Engine:
         self._executor: Executor = LocalExecutor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
-        parts = self._scheduler, self._prompts, self._ledger
-        self._admission = Admission(self.info, loaded.folder, *parts)
-        self._pipeline = Pipeline(self._executor, *parts)
+        self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
+        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger)
 
     @property
     def info(self) -> EngineInfo:

@@ -172,7 +172,13 @@ class Distribution(BaseModel):
     @property
     def has_filters(self) -> bool:
         """Whether any token can be dropped before the draw."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return bool(self._filters)
+
+    @property
+    def _filters(self) -> list[str]:
+        """The names of the parameters that can drop a token."""
+        is_on = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
+        return [] if self.is_greedy else [name for name, drops in is_on.items() if drops]
 
 
 class SamplingParams(Distribution):
@@ -255,9 +261,7 @@ class SamplingParams(Distribution):
             raise ConfigError(text, field="logprobs")
         if self.logprobs == "raw":
             return 1.0
-        changes = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
-        found = [name for name, is_on in changes.items() if is_on and not self.is_greedy]
-        found += ["min_tokens"] * (self.min_tokens > 0)
+        found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
         if self.logprobs == "processed" and found:
             raise ConfigError(
                 f"logprobs: expected those of a distribution that a trainer computes, found 'processed' with "

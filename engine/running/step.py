@@ -151,12 +151,12 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
-    places, counts, first = takers.places, takers.counts, len(takers.decodes.lanes)
+    places, counts, num_decodes = takers.places, takers.counts, len(takers.decodes)
     records, takes = lanes.draws[takers.decodes.lanes], chunks.lanes[places]
-    if first < len(places):
-        records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[first:]], DRAW)))
-        _, sharing, shared = np.unique(places[first:], return_inverse=True, return_counts=True)
-        takes[first:][shared[sharing] > 1] = NO_LANE
+    if num_decodes < len(places):
+        records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[num_decodes:]], DRAW)))
+        _, sharing, shared = np.unique(places[num_decodes:], return_inverse=True, return_counts=True)
+        takes[num_decodes:][shared[sharing] > 1] = NO_LANE
     rows, positions, owners = last_rows[places], chunks.ends[places], np.arange(len(places))
     if len(places) < counts.sum():
         takes[counts > 1] = NO_LANE
