@@ -89,7 +89,7 @@ class Gate:
         return self._monitor
 
     def follow(self) -> None:
-        """Take note of who came and who went, and send away who is too many."""
+        """Note which connections came and went, and end those beyond the limits, of the ones that were never heard."""
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

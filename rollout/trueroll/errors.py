@@ -87,7 +87,7 @@ class IdConflictError(TruerollError):
 
 
 class QueueFullError(TruerollError):
-    """The worker holds as much unfinished work as it accepts: requests, their samples or bytes, calls, or who waits."""
+    """The worker holds as much unfinished work as it accepts: requests, their samples or bytes, calls, or waiters."""
 
     code = "queue_full"
 

@@ -36,9 +36,7 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
             f"decide, found {', '.join(refused)}; remove it"
         )
     if settings["repetition_penalty"] != 1.0:
-        raise ConfigError(
-            f"repetition_penalty: expected 1.0, found {settings['repetition_penalty']}; a worker has no such thing"
-        )
+        raise ConfigError(f"repetition_penalty is not supported (got {settings['repetition_penalty']}); set it to 1.0")
     fields = {
         "temperature": settings["temperature"],
         "top_p": settings["top_p"],

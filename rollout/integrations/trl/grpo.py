@@ -94,7 +94,7 @@ class TruerollGeneration:
     ) -> None:
         _check_single_process(accelerator)
         if settings["structured_outputs_regex"] is not None:
-            raise ConfigError("vllm_structured_outputs_regex: expected None, found one; a worker has no such thing")
+            raise ConfigError("vllm_structured_outputs_regex is not supported; set it to None")
         self._client, self._publisher, self._model, self._accelerator = client, publisher, model, accelerator
         self._params = sampling_params(settings, [processing_class.eos_token_id])
         self._version = 0

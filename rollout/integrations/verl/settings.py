@@ -77,7 +77,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
     for name, value in NEUTRAL.items():
         if (found := fields.pop(name, value)) != value:
-            text = f"{name}: expected {value}, as a worker has no such thing, found {found}"
+            text = f"{name} is not supported (got {found}); set it to {value}"
             raise InvalidRequestError(text, field=name, value=found)
     if fields.get("n", 1) != 1:
         text = f"n: expected 1, as verl takes one sample of a request, found {fields['n']}"
