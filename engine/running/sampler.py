@@ -22,6 +22,8 @@ from .step import Draws
 
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64
+
+
 # What `next_tokens` gives for some draws, and statistics if they are wanted.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
@@ -86,7 +88,7 @@ class Sampler:
         if draws.are_plain:
             return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         num_tops = draws.records["num_tops"]
-        k = int(num_tops.max())  # rows that list fewer tokens use the first ones
+        k = int(num_tops.max())  # of those that list fewer, the first ones are taken
         whole, processed, plain = _sorted_by_kind(draws)
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if len(whole):
@@ -127,10 +129,10 @@ class Sampler:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits after temperature and filters, of some rows at a time, and their tokens."""
         record = DrawRecord.of_scores(distribution)
-        temperature = _divisor(distribution, hidden.device)
+        divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
-            scaled = self.ops.lm_head(hidden[rows], self.head) / temperature
+            scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
             yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[rows]
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
@@ -193,12 +195,12 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
     """The log-prob of one token (int64 [M]) of each row."""
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
-    temperatures = _divisor(distribution, token_ids.device).repeat(len(token_ids))
+    temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))
     return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
-def _divisor(distribution: Distribution, device: torch.device) -> Tensor:
-    """`divisor` on a device, float32 [1]."""
+def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
+    """float32 [1]."""
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 

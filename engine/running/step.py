@@ -1,9 +1,9 @@
 """A step as plain arrays on the host: what is computed, where its KV goes, and what is drawn and scored after it.
 
-Made once for each step. Model runner, CUDA graphs and sampler read this and no sequence, so that the step and the
-tokens of the one before are all that is needed to compute it. A sample draws from a range of the rows of a chunk, each
-with its own position (one row today, see `Takers`); in `Draws` the ranges lie one behind the other, row by row: what a
-row draws depends on nothing beside it.
+Made once for each step. Model runner, CUDA graphs and sampler read this and no sequence, so that whoever has it and the
+tokens of the step before can compute the step. Whoever takes a step's tokens has a range of the rows of a chunk, one
+row or several, each with its own position; in `Draws` the ranges lie one behind the other, row by row: what a row draws
+depends on nothing beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Draws:
 
     @cached_property
     def are_plain(self) -> bool:
-        """Whether all draws are plain (`is_plain`)."""
+        """Whether all are."""
         return bool(self.is_plain.all())
 
     def take(self, places: np.ndarray) -> Draws:

@@ -3,8 +3,8 @@
 A slot holds what all recurrent layers remember of one sequence after one of its tokens. A running sequence has a `slot`
 of its own. It reads its `source`: its own after a step, none if it begins, a checkpoint's or a parent's if it goes on
 from there, which stays as it is. It writes its `target`: its own, or one reserved for a checkpoint. It holds a
-reference to each, and a step under way holds one to the checkpoint that it writes. All three are stored in its lane
-(`sequence.Lanes`). So nothing is copied to restore a checkpoint, to fork, or to take a checkpoint.
+reference to each, and a step under way holds one to the checkpoint that it writes. All three are columns of its lane
+(`sequence.Columns`). So nothing is copied to restore a checkpoint, to fork, or to take a checkpoint.
 
 `StateSlots` owns each slot's references, the free slots, and the checkpoints: entry of the prefix index -> slot, within
 their budget. `Branches` owns where prompts branch of which a checkpoint is still to come. `RecurrentStates` joins them
@@ -124,7 +124,7 @@ class StateSlots:
         return self.share(self._ready[entry])
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drops the checkpoints of entries that go. Sequences that read one go on with its slot."""
+        """Drops the checkpoints of some entries, which go. Who reads them goes on."""
         for entry in entries:
             slot = self._ready.pop(entry, None)
             if slot is not None:
@@ -152,7 +152,7 @@ class StateSlots:
         return slot
 
     def _evict(self) -> None:
-        """Drops the least recently used checkpoint that no sequence reads, if there is one."""
+        """Drops the least recently used checkpoint that nobody reads, if there is one."""
         entry = next((entry for entry, slot in self._ready.items() if self._references[slot] == 1), None)
         if entry is not None:
             self.forget([entry])

@@ -1,8 +1,8 @@
 """A sequence of tokens, how much of it the KV cache holds, and what it is computed for; and the running ones as arrays.
 
 Owns which lane of the arrays each running sequence has, and gives sequences their tokens: tokens and counters change
-together. Counters of a running sequence are stored in its lane alone (`Lanes`), where every step gathers what it needs
-of all at once.
+together. Counters of a running sequence are stored in its lane alone (`Columns`), where every step gathers what it
+needs of all at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,27 @@ class Generation:
 Purpose: TypeAlias = Generation | OpenScore
 
 
+class Columns:
+    """What every step asks of running sequences: arrays with an element for each lane, int64 [capacity].
+
+    `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
+    num_computed) have their KV in the sequence's blocks, or will have it when the steps under way are done.
+    `last_token`: the last one that is seen. `has_unseen`: whether the step under way draws one more (bool). `slot`,
+    `source`, `target`: where its recurrent state lies (`recurrent`).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
+        self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
+        self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens to be computed. While it runs its counters are in `lanes`, at `lane`, and nowhere else.
+    """Tokens to be computed. While it runs its counters are in `columns`, at `lane`, and nowhere else.
 
     The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`, the lanes (`Lanes`) write
-    `tokens`, `purpose`, `lanes` and `lane`. Scheduler and engine write `routes`.
+    `tokens`, `purpose`, `columns` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `tokens`: those that are seen.
@@ -62,18 +77,18 @@ class Sequence:
     num_cached_tokens: int | None = None
     branch: int = 0
     routes: Routes | None = None
-    lanes: Lanes | None = None
+    columns: Columns | None = None
     lane: int = -1
 
     @property
     def num_tokens(self) -> int:
         """All tokens so far, prompt and decoded; of one that runs with the unseen one."""
-        return len(self.tokens) if self.lanes is None else int(self.lanes.num_tokens[self.lane])
+        return len(self.tokens) if self.columns is None else int(self.columns.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
         """Of its first tokens, those that have their KV, or will have it when the steps under way are done."""
-        return 0 if self.lanes is None else int(self.lanes.num_computed[self.lane])
+        return 0 if self.columns is None else int(self.columns.num_computed[self.lane])
 
     @property
     def num_decoded(self) -> int:
@@ -152,22 +167,16 @@ class Chunks:
 _FEWEST_BLOCKS = 16
 
 
-class Lanes:
-    """Up to `capacity` running sequences as arrays; the place of each is `sequence.lane`. int64 [capacity] if nothing
-    else is said.
+class Lanes(Columns):
+    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Beside the columns of all:
 
-    `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
-    num_computed) have their KV in the sequence's blocks, or will have it when the steps under way are done.
-    `last_token`: the last one that is seen. `has_unseen`, bool: whether the step under way draws one more. `slot`,
-    `source`, `target`: where the recurrent state lies (`recurrent`). `num_blocks`; `tables`, for each group int64
-    [capacity, blocks]: the block tables, filled up with zeros. `sequences`: the sequences themselves. `is_decoding`,
-    bool: whether a sequence is of one sample that has tokens; `samples`, `draws`: that sample and its `DRAW`.
+    `num_blocks`, int64 [capacity]; `tables`, for each group int64 [capacity, blocks]: the block tables, filled up with
+    zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
+    `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
-        self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
-        self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
-        self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
+        super().__init__(capacity)
         self.num_blocks = np.zeros(capacity, np.int64)
         self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
@@ -177,7 +186,7 @@ class Lanes:
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
         """Gives a sequence that begins to run, with KV of its first `num_computed` tokens, a lane."""
         lane = self._free.pop()
-        sequence.lanes, sequence.lane = self, lane
+        sequence.columns, sequence.lane = self, lane
         self.sequences[lane] = sequence
         self.num_computed[lane], self.num_prompt_tokens[lane] = num_computed, sequence.num_prompt_tokens
         self.slot[lane], self.source[lane], self.target[lane] = slot, source, slot
@@ -191,7 +200,7 @@ class Lanes:
         """Takes the lane of a sequence that runs no longer."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self._free.append(sequence.lane)
-        sequence.lanes, sequence.lane = None, -1
+        sequence.columns, sequence.lane = None, -1
 
     def add_blocks(self, sequence: Sequence) -> None:
         """Adds to a lane the blocks that its sequence got."""
@@ -229,8 +238,8 @@ class Lanes:
         self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int], counts: np.ndarray
     ) -> None:
         """Gives each of some sequences that decode its next tokens: `counts`, int64, at least one each, of `token_ids`,
-        sequence after sequence. `lanes`: those that they had when the step was planned; a sequence that has left its
-        lane since gets its tokens, too.
+        sequence after sequence. `lanes`: those that they had when the step was planned; who left its lane since gets
+        them, too.
         """
         ends = counts.cumsum()
         if len(token_ids) == len(sequences):
@@ -282,16 +291,13 @@ class Lanes:
 
 @dataclass(frozen=True, eq=False)
 class Takers:
-    """What takes the results of a step: samples its draws, scores its log-probs.
+    """Who takes what a step gives.
 
     `samples`: those that draw. Sample i draws from a range of the last rows of the chunk at `places[i]`, `counts[i]` of
     them; the draws lie one range behind the other. The first ones are of `decodes`, which are chunks of samples that
     decode alone; those behind them begin, each with one row, several in a row from the same prompt. `scores`: the
-    places of the chunks that are scored, and for which request. `prompts`: the place of each prompt after which samples
-    draw, and which samples. `places`, `counts`: int64.
-
-    The scheduler plans no token that is not known, so that every count is 1 today; a range is for tokens that are
-    guessed, and verified by drawing them.
+    places of the chunks that are scored, and for whom. `prompts`: the place of each prompt after which samples draw,
+    and which samples. `places`, `counts`: int64.
     """
 
     decodes: Chunks
@@ -333,7 +339,7 @@ def _wider(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def _sample_of(sequence: Sequence) -> OpenSample | None:
-    """The one sample that a sequence is of, if that has tokens."""
+    """The one that it is of, if that has tokens."""
     match sequence.purpose:
         case Generation([sample]) if sequence.num_decoded > 0:
             return sample
