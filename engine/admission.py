@@ -53,7 +53,7 @@ class Admission:
 
     def add(self, request: Request) -> None:
         """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
-        if request.id in self._ledger:
+        if request.id in self._ledger.open:
             text = f"request id: expected one that is not running, found {request.id!r} running"
             raise InvalidRequestError(text, field="id", value=request.id)
         if isinstance(request, ScoreRequest):

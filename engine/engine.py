@@ -68,7 +68,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any accepted request is unfinished, so that `step` has something to do."""
-        return len(self._ledger) > 0
+        return bool(self._ledger.open)
 
     def add(self, request: Request) -> None:
         """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
@@ -188,7 +188,7 @@ class Engine:
             preemptions=scheduler.stats.preemptions,
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
-            evictions=tables.evictions,
+            evictions=sum([pool.evictions for pool in tables.pools]),
             shortened_hits=scheduler.stats.shortened_hits,
             checkpoints_skipped=checkpoints.skipped,
             checkpoints_evicted=checkpoints.evicted,
@@ -202,7 +202,7 @@ class Engine:
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
-            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._ledger)}")
+            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._ledger.open)}")
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

@@ -12,7 +12,6 @@ what computes (`running.executor`), and which tokens are computed (`scheduling.s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -35,8 +34,9 @@ Entry: TypeAlias = OpenSample | OpenScore
 
 
 class Ledger:
-    """Open samples and scores, each with its sequence. `routes`: how chosen experts are recorded, if the model has
-    some. `generated_tokens`, `finished`: tokens of finished samples, and how many ended for each reason.
+    """Open samples and scores, each with its sequence. `open`: by request id, the unfinished samples by index, or the
+    score. `routes`: how chosen experts are recorded, if the model has some. `generated_tokens`, `finished`: tokens of
+    finished samples, and how many ended for each reason.
     """
 
     def __init__(self, routes: RouteFormat | None) -> None:
@@ -44,19 +44,8 @@ class Ledger:
         self.grown = Grown()
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
-        self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
+        self.open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[Entry, Sequence] = {}
-
-    def __len__(self) -> int:
-        """How many requests are open."""
-        return len(self._open)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
-
-    def __iter__(self) -> Iterator[str]:
-        """The ids of open requests."""
-        return iter(self._open)
 
     def is_open(self, entry: Entry) -> bool:
         """Whether a sample or a score is not finished yet."""
@@ -68,12 +57,12 @@ class Ledger:
 
     def open_samples(self, samples: AnySequence[OpenSample], sequence: Sequence) -> None:
         """The samples of one request, whose prompt this sequence computes."""
-        self._open[samples[0].request.id] = dict(enumerate(samples))
+        self.open[samples[0].request.id] = dict(enumerate(samples))
         self._sequences |= dict.fromkeys(samples, sequence)
 
     def open_score(self, score: OpenScore, sequence: Sequence) -> None:
         """A score, which this sequence computes."""
-        self._open[score.request.id] = score
+        self.open[score.request.id] = score
         self._sequences[score] = sequence
 
     def move(self, sample: OpenSample, sequence: Sequence) -> None:
@@ -82,7 +71,7 @@ class Ledger:
 
     def find(self, request_id: str, index: int | None) -> list[Entry]:
         """The score, the sample of this index, or all unfinished ones. Raise UnknownRequestError if there is none."""
-        entry = self._open.get(request_id)
+        entry = self.open.get(request_id)
         if isinstance(entry, OpenScore) and index is None:
             return [entry]
         if not isinstance(entry, dict) or (index is not None and index not in entry):
@@ -92,18 +81,18 @@ class Ledger:
 
     def samples_of(self, request_id: str) -> list[OpenSample]:
         """The unfinished samples of a request. Raise UnknownRequestError if there are none."""
-        samples = self._open.get(request_id)
+        samples = self.open.get(request_id)
         if not isinstance(samples, dict):
             raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
         return [*samples.values()]
 
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
         """Its output; it is open no longer."""
-        group, sequence = self._open[sample.request.id], self._sequences.pop(sample)
+        group, sequence = self.open[sample.request.id], self._sequences.pop(sample)
         assert isinstance(group, dict)
         del group[sample.index]
         if not group:
-            del self._open[sample.request.id]
+            del self.open[sample.request.id]
         self.finished[reason] += 1
         self.generated_tokens += len(sample.token_ids)
         return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
@@ -111,7 +100,7 @@ class Ledger:
     def finish_score(self, score: OpenScore, reason: FinishReason, commit: Commit) -> ScoreOutput:
         """Its output; it is open no longer. `commit`: the weights that computed all of it."""
         sequence = self._sequences.pop(score)
-        del self._open[score.request.id]
+        del self.open[score.request.id]
         num_fed = sequence.num_tokens if reason == "stop" else 0
         return score.output(reason, commit.version, self._routed_experts(sequence, num_fed))
 
@@ -163,7 +152,7 @@ class Pipeline:
         queued = self._launch(chunks) if len(chunks) else None
         outputs = self.settle()
         self._queued = queued
-        if queued is None or not self._ledger or not self._executor.runs_ahead:
+        if queued is None or not self._ledger.open or not self._executor.runs_ahead:
             return outputs + self.settle()
         self._expect(queued)
         return outputs

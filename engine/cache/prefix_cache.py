@@ -292,11 +292,6 @@ class BlockTables:
         """Blocks that can be had of each group at once."""
         return min(pool.num_free for pool in self.pools)
 
-    @property
-    def evictions(self) -> int:
-        """How many cached blocks were handed out so far, of all groups."""
-        return sum(pool.evictions for pool in self.pools)
-
     def stats(self) -> tuple[PoolStats, ...]:
         """How the pool of each window is used."""
         return tuple(

@@ -87,7 +87,6 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
-        self._experts = spec.experts
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
@@ -127,7 +126,7 @@ class Decoder:
     @property
     def record_names(self) -> tuple[str, ...]:
         """Those of the records that `forward` gives."""
-        return (ROUTES,) if self._experts else ()
+        return (ROUTES,) if self.spec.experts else ()
 
     @property
     def num_bytes(self) -> int:
@@ -149,6 +148,6 @@ class Decoder:
         return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {} if routes is None else {ROUTES: routes})
 
     def _new_routes(self, rows: int) -> Tensor | None:
-        if not self._experts:
+        if not (specs := self.spec.experts):
             return None
-        return torch.empty(len(self._experts), rows, self._experts[0].top_k, dtype=torch.int32, device=self.device)
+        return torch.empty(len(specs), rows, specs[0].top_k, dtype=torch.int32, device=self.device)

@@ -149,15 +149,21 @@ class LocalExecutor:
             self._graphs.capture()
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
-        self.routes = formed
-        self.runs_ahead = runs_ahead(device)
-        self._lanes = LaneState(config.max_num_seqs, device) if self.runs_ahead else None
+        self._lanes = LaneState(config.max_num_seqs, device) if runs_ahead(device) else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
         log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
+
+    @property
+    def routes(self) -> RouteFormat | None:
+        return None if self._experts is None else self._experts.format
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._lanes is not None
 
     def check_ready(self) -> None:
         if self._asleep:

@@ -3,8 +3,8 @@
 A slot holds what all recurrent layers remember of one sequence after one of its tokens. A running sequence has a `slot`
 of its own. It reads its `source`: its own after a step, none if it begins, a checkpoint's or a parent's if it goes on
 from there, which stays as it is. It writes its `target`: its own, or one reserved for a checkpoint. It holds a
-reference to each, and a step under way holds one to the checkpoint that it writes. All three are columns of its lane
-(`sequence.Columns`). So nothing is copied to restore a checkpoint, to fork, or to take a checkpoint.
+reference to each, and a step under way holds one to the checkpoint that it writes. All three are counters of its lane
+(`sequence.Counters`). So nothing is copied to restore a checkpoint, to fork, or to take a checkpoint.
 
 `StateSlots` owns each slot's references, the free slots, and the checkpoints: entry of the prefix index -> slot, within
 their budget. `Branches` owns where prompts branch of which a checkpoint is still to come. `RecurrentStates` joins them

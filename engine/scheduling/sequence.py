@@ -1,7 +1,7 @@
 """A sequence of tokens, how much of it the KV cache holds, and what it is computed for; and the running ones as arrays.
 
 Owns which lane of the arrays each running sequence has, and gives sequences their tokens: tokens and counters change
-together. Counters of a running sequence are stored in its lane alone (`Columns`), where every step gathers what it
+together. Counters of a running sequence are stored in its lane alone (`Counters`), where every step gathers what it
 needs of all at once.
 """
 
@@ -33,7 +33,7 @@ class Generation:
 Purpose: TypeAlias = Generation | OpenScore
 
 
-class Columns:
+class Counters:
     """What every step asks of running sequences: arrays with an element for each lane, int64 [capacity].
 
     `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
@@ -50,10 +50,10 @@ class Columns:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens to be computed. While it runs its counters are in `columns`, at `lane`, and nowhere else.
+    """Tokens to be computed. While it runs its counters are in `counters`, at `lane`, and nowhere else.
 
     The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`, the lanes (`Lanes`) write
-    `tokens`, `purpose`, `columns` and `lane`. Scheduler and engine write `routes`.
+    `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `tokens`: those that are seen.
@@ -77,18 +77,18 @@ class Sequence:
     num_cached_tokens: int | None = None
     branch: int = 0
     routes: Routes | None = None
-    columns: Columns | None = None
+    counters: Counters | None = None
     lane: int = -1
 
     @property
     def num_tokens(self) -> int:
         """All tokens so far, prompt and decoded; of one that runs with the unseen one."""
-        return len(self.tokens) if self.columns is None else int(self.columns.num_tokens[self.lane])
+        return len(self.tokens) if self.counters is None else int(self.counters.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
         """Of its first tokens, those that have their KV, or will have it when the steps under way are done."""
-        return 0 if self.columns is None else int(self.columns.num_computed[self.lane])
+        return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property
     def num_decoded(self) -> int:
@@ -167,8 +167,8 @@ class Chunks:
 _FEWEST_BLOCKS = 16
 
 
-class Lanes(Columns):
-    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Beside the columns of all:
+class Lanes(Counters):
+    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Beside the counters of all:
 
     `num_blocks`, int64 [capacity]; `tables`, for each group int64 [capacity, blocks]: the block tables, filled up with
     zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
@@ -186,7 +186,7 @@ class Lanes(Columns):
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
         """Gives a sequence that begins to run, with KV of its first `num_computed` tokens, a lane."""
         lane = self._free.pop()
-        sequence.columns, sequence.lane = self, lane
+        sequence.counters, sequence.lane = self, lane
         self.sequences[lane] = sequence
         self.num_computed[lane], self.num_prompt_tokens[lane] = num_computed, sequence.num_prompt_tokens
         self.slot[lane], self.source[lane], self.target[lane] = slot, source, slot
@@ -200,7 +200,7 @@ class Lanes(Columns):
         """Takes the lane of a sequence that runs no longer."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self._free.append(sequence.lane)
-        sequence.columns, sequence.lane = None, -1
+        sequence.counters, sequence.lane = None, -1
 
     def add_blocks(self, sequence: Sequence) -> None:
         """Adds to a lane the blocks that its sequence got."""

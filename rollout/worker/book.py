@@ -6,7 +6,7 @@ under way. Does not own: sockets, the engine, or the state of the worker. It run
 
 Promises: every accepted request gets exactly one terminal reply for each time that it was submitted, unless its client
 does not read. However a request ends (finished, failed, aborted, refused, with its owner or with the worker), it passes
-`_end`, after which nothing of it is left but what is kept. No user reaches another one's requests or cached prefixes.
+`end`, after which nothing of it is left but what is kept. No user reaches another one's requests or cached prefixes.
 """
 
 from __future__ import annotations
@@ -546,7 +546,7 @@ class RequestBook:
             if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
-            self.refuse(key, error)
+            self.end(key, error)
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
         """Streamed samples have grown."""
@@ -567,7 +567,7 @@ class RequestBook:
             if entry.num_unfinished == 0:
                 if isinstance(output, SampleOutput):
                     self._publish(entry, _done(entry, self.max_model_len))
-                self._end(entry)
+                self.end(entry.key)
 
     def take_ended(self, event: Ended) -> None:
         """The engine has ended what it was told to."""
@@ -579,9 +579,18 @@ class RequestBook:
         abortion.entry.num_aborts -= 1
         self._submit_successors(abortion.entry)
 
-    def refuse(self, key: str, error: TruerollError) -> None:
-        """A request gets no result."""
-        self._end(self.ledger.open[key], error)
+    def end(self, key: str, error: TruerollError | None = None) -> None:
+        """End a request: all of its samples have ended, or it gets an error instead."""
+        entry = self.ledger.open[key]
+        self.streams.end(key)
+        self.waiting_room.discard(key)
+        if error is None:
+            self.ledger.finish(key)
+        else:
+            self.ledger.fail(key)
+            for identity, caller, _ in self.ledger.awaited.release(entry, entry.subscribers):
+                self._send(identity, _error_frame(entry, error, caller))
+        self._submit_successors(entry)
 
     def command(self, command: Run, aborts: bool) -> None:
         """Give the engine a command. If it `aborts` what the engine has, later submissions of these requests wait for
@@ -619,23 +628,11 @@ class RequestBook:
     def fail_all(self, error: TruerollError) -> None:
         """Answer every request and abort with an error."""
         for key in list(self.ledger.open):
-            self.refuse(key, error)
+            self.end(key, error)
         for call in self._aborts.under_way:
             self._aborts.refuse(call, error)
 
     # What all ways have in common.
-
-    def _end(self, entry: Entry, error: TruerollError | None = None) -> None:
-        """A request is over: all of its samples have ended, or it gets an error instead."""
-        self.streams.end(entry.key)
-        self.waiting_room.discard(entry.key)
-        if error is None:
-            self.ledger.finish(entry.key)
-        else:
-            self.ledger.fail(entry.key)
-            for identity, caller, _ in self.ledger.awaited.release(entry, entry.subscribers):
-                self._send(identity, _error_frame(entry, error, caller))
-        self._submit_successors(entry)
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""

@@ -503,7 +503,7 @@ class Worker:
                 self._book.take_deltas(deltas)
                 self._book.take_outputs(outputs)
             case Refused(key, error):
-                self._book.refuse(key, error)
+                self._book.end(key, error)
             case Ended():
                 self._book.take_ended(event)
             case Ran():

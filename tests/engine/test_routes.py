@@ -369,8 +369,8 @@ def test_in_any_order_of_events(loaded: LoadedModel, dice: random.Random) -> Non
             engine.invalidate_prefix_cache()
         elif dice.random() < 0.03:
             outputs += engine.interrupt("recompute")
-        elif dice.random() < 0.05 and engine._ledger:
-            outputs += engine.abort(dice.choice([*engine._ledger]))
+        elif dice.random() < 0.05 and engine._ledger.open:
+            outputs += engine.abort(dice.choice([*engine._ledger.open]))
         outputs += engine.step()
         engine.check_integrity()
     checked = 0

@@ -161,8 +161,8 @@ def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, 
             engine.add(waiting.pop(0))
         elif action < 0.33:
             outputs += engine.interrupt("recompute")
-        elif action < 0.36 and engine._ledger:
-            outputs += engine.abort(rng.choice(list(engine._ledger)))
+        elif action < 0.36 and engine._ledger.open:
+            outputs += engine.abort(rng.choice(list(engine._ledger.open)))
         else:
             outputs += engine.step()
         engine.check_integrity()
