@@ -149,7 +149,7 @@ class Pipeline:
         """What `Engine.step` promises."""
         self._executor.check_ready()
         chunks = self._scheduler.schedule()
-        queued = self._launch(chunks) if len(chunks) else None
+        queued = self._launch(chunks) if len(chunks.lanes) else None
         outputs = self.settle()
         self._queued = queued
         if queued is None or not self._ledger.open or not self._executor.runs_ahead:

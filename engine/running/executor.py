@@ -177,7 +177,7 @@ class LocalExecutor:
         hidden, found = (graphs or self._runner).run(step, self._lanes)
         routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
-        drawing = self._draw(step, hidden, graphs) if len(step.draws) else None
+        drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
         if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)

@@ -151,7 +151,7 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
-    places, counts, num_decodes = takers.places, takers.counts, len(takers.decodes)
+    places, counts, num_decodes = takers.places, takers.counts, len(takers.decodes.lanes)
     records, takes = lanes.draws[takers.decodes.lanes], chunks.lanes[places]
     if num_decodes < len(places):
         records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[num_decodes:]], DRAW)))
