@@ -62,7 +62,7 @@ def columns_of(output: Any) -> Columns:
     return {name: values for name, values in found if values is not None}
 
 
-def fields(columns: Columns) -> dict[str, Any]:
+def as_fields(columns: Columns) -> dict[str, Any]:
     """Columns as the fields of an output, None for those that are not there."""
     return {column.name: columns.get(column.name) for column in COLUMNS}
 
@@ -73,12 +73,12 @@ def new_columns(has_logprobs: bool, top_logprobs: int | None, rows: int = 0) -> 
     return {column.name: np.zeros(column.shape(rows, top_logprobs or 0), column.dtype) for column in asked}
 
 
-def cut(columns: Columns, start: int, end: int | None = None) -> Columns:
+def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns:
     """Those of tokens [start, end)."""
     return {name: values[start:end] for name, values in columns.items()}
 
 
-def join(first: Columns, rest: Columns) -> Columns:
+def join_columns(first: Columns, rest: Columns) -> Columns:
     """Those of tokens, and of others behind them, of which the same is recorded."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
@@ -464,7 +464,7 @@ class SampleOutput:
             seed=seed,
             num_cached_tokens=0,
             weight_versions=(),
-            **fields(new_columns(params.logprobs is not None, params.top_logprobs)),
+            **as_fields(new_columns(params.logprobs is not None, params.top_logprobs)),
         )
 
 

@@ -27,8 +27,8 @@ from ..request import (
     ScoreOutput,
     ScoreRequest,
     WeightSpan,
-    cut,
-    fields,
+    as_fields,
+    cut_columns,
     new_columns,
 )
 from .stop_strings import StopStrings
@@ -163,7 +163,7 @@ class OpenSample:
             error=self.error,
             stop_reason=self.stop_reason,
             routed_experts=routed_experts,
-            **fields(self._columns()),
+            **as_fields(self._columns()),
         )
 
     def take_delta(self) -> SampleDelta:
@@ -175,7 +175,7 @@ class OpenSample:
             self.index,
             start,
             self.token_ids[start:].tolist(),
-            **fields(self._columns(start)),
+            **as_fields(self._columns(start)),
         )
 
     def _columns(self, start: int = 0) -> Columns:
@@ -208,14 +208,14 @@ class OpenScore:
         """All of its log-probs, which the weights of `version` produced; none unless it is complete. `routed_experts`:
         those of all that was fed.
         """
-        columns = self.columns if reason == "stop" else cut(self.columns, 0, 0)
+        columns = self.columns if reason == "stop" else cut_columns(self.columns, 0, 0)
         rows = len(columns[LOGPROBS.name])
         return ScoreOutput(
             request_id=self.request.id,
             finish_reason=reason,
             weight_versions=(WeightSpan(version, 0, rows),) if rows else (),
             routed_experts=routed_experts,
-            **fields(columns),
+            **as_fields(columns),
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.request import SampleOutput, SamplingParams, WeightSpan, columns_of, join, seed_before
+from ...engine.request import SampleOutput, SamplingParams, WeightSpan, columns_of, join_columns, seed_before
 from ..protocol import tokens_to_bytes
 
 
@@ -89,7 +89,7 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
         stop_reason=rest.stop_reason,
         error=rest.error,
         weight_versions=_joined_spans(first, rest),
-        **join(columns_of(first), columns_of(rest)),
+        **join_columns(columns_of(first), columns_of(rest)),
     )
 
 

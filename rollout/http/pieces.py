@@ -14,7 +14,7 @@ import numpy as np
 
 from trueroll.errors import WorkerLostError
 
-from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, columns_of, cut
+from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, columns_of, cut_columns
 from ..client.client import AsyncRolloutClient
 from .answers import STEP_ENTRIES
 from .errors import HttpError
@@ -194,7 +194,7 @@ def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
 
 def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
     """Its tokens [start, end)."""
-    token_ids, columns = delta.token_ids[start:end], cut(columns_of(delta), start, end)
+    token_ids, columns = delta.token_ids[start:end], cut_columns(columns_of(delta), start, end)
     return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
 

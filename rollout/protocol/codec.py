@@ -30,8 +30,8 @@ from ...engine.request import (
     SampleOutput,
     ScoreOutput,
     WeightSpan,
+    as_fields,
     columns_of,
-    fields,
     from_validation,
     plain,
 )
@@ -325,7 +325,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         error=message.error,
         stop_reason=message.stop_reason,
         routed_experts=_routed_array(message.routed_experts),
-        **fields(columns_within(message)),
+        **as_fields(columns_within(message)),
     )
 
 
@@ -336,7 +336,7 @@ def sample_delta(message: Delta) -> SampleDelta:
         index=message.index,
         start=message.start,
         token_ids=bytes_to_tokens(message.token_ids).tolist(),
-        **fields(columns_within(message)),
+        **as_fields(columns_within(message)),
     )
 
 
@@ -347,7 +347,7 @@ def score_output(message: Scores) -> ScoreOutput:
         finish_reason=message.finish_reason,
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         routed_experts=_routed_array(message.routed_experts),
-        **fields(columns_within(message)),
+        **as_fields(columns_within(message)),
     )
 
 

@@ -462,11 +462,6 @@ class Calls:
             self._send(identity, known.reply)
         return False
 
-    def _check_room(self, found: int) -> None:
-        if found >= self._most:
-            text = f"calls: found {found} of at most {self._most} under way; wait for their replies"
-            raise QueueFullError(text, value=found + 1, limit=self._most)
-
     def refuse(self, key: str, error: TruerollError) -> None:
         """End a call that is under way with an error."""
         self.answer(key, protocol.error_message(self._under_way[key].id, error))
@@ -481,3 +476,8 @@ class Calls:
         self._answered[key] = known
         if len(self._answered) > MAX_REMEMBERED:
             self._answered.popitem(last=False)
+
+    def _check_room(self, found: int) -> None:
+        if found >= self._most:
+            text = f"calls: found {found} of at most {self._most} under way; wait for their replies"
+            raise QueueFullError(text, value=found + 1, limit=self._most)

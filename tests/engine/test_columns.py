@@ -15,10 +15,10 @@ from trueroll.engine.request import (
     SampleOutput,
     SamplingParams,
     ScoreOutput,
+    as_fields,
     columns_of,
-    cut,
-    fields,
-    join,
+    cut_columns,
+    join_columns,
     new_columns,
 )
 
@@ -38,7 +38,7 @@ def test_what_grows_token_by_token_is_cut_and_joined_to_the_bit(k: int) -> None:
     assert [values.shape for values in whole.values()] == [(5,), (5, k), (5, k)]
     assert [values.tobytes() for values in whole.values()] == [b"".join(each) for each in zip(*rows, strict=True)]
     assert all(values.flags.writeable for values in whole.values())
-    again = join(cut(whole, 0, 2), growing.arrays(2))
+    again = join_columns(cut_columns(whole, 0, 2), growing.arrays(2))
     assert {name: values.tobytes() for name, values in again.items()} == {n: v.tobytes() for n, v in whole.items()}
 
 
@@ -51,4 +51,4 @@ def test_an_empty_sample_has_what_was_asked_for(logprobs: str | None, k: int | N
         {} if k is None else dict(top_token_ids=(k,), top_logprobs=(k,))
     )
     assert all(len(values) == 0 for values in found.values())
-    assert [name for name, values in fields(found).items() if values is not None] == list(found)
+    assert [name for name, values in as_fields(found).items() if values is not None] == list(found)

@@ -56,6 +56,11 @@ class BeginPush(Message):
     lends: bool = False
     timeout: Seconds = 60.0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the push brings every tensor whole, and no adapters."""
+        return self.base is None and self.adapters is None
+
 
 class StageBucket(Message):
     """Announces a bucket. Its reply says that the bytes were copied and are right, so that its place is free again."""

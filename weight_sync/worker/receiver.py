@@ -334,8 +334,7 @@ class Receiver(threading.Thread):
 
     def _new_lendable(self) -> LendableStagingArea:
         begin = self._begin
-        is_whole = begin.base is None and begin.adapters is None
-        if self._weights.kin is None or begin.in_place or not is_whole:
+        if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
                 "begin_push: expected lends for whole tensors beside the live ones, of a worker that has a kin, found "
                 "another push; push without lends"
@@ -350,8 +349,7 @@ class Receiver(threading.Thread):
     def _borrow(self, source: LentSource) -> None:
         """Take what another worker has verified: that it lies where it should is all that is left to check."""
         begin = self._begin
-        is_whole = begin.base is None and begin.adapters is None
-        if source.kin != self._weights.kin or begin.in_place or begin.lends or not is_whole:
+        if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
                 "lent: expected whole weights of a worker of the same kin, beside the live ones, found another push; "
                 "push without lent memory"
