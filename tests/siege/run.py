@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--num-threads", type=int, default=leaves_one, help="of the worker; one core is left to the front end"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the siege; a fifth of it before, and a tenth alone")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the siege; a fifth before it, a tenth alone")
     parser.add_argument("--attackers", type=int, default=192)
     parser.add_argument("--good", type=int, default=8)
     parser.add_argument("--pause", type=float, default=1.0)
