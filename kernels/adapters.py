@@ -111,8 +111,7 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Raise AlignmentError if PEFT put a module into `base` that computes anything but W + scale * B A or an active
-    copy.
+    """Raise AlignmentError if a module of PEFT in `base` computes anything but W + scale * B A or an active copy.
 
     `base` is the model without PEFT's own wrapper around it; it may never have had one.
     """
@@ -221,9 +220,7 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
-    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; the weight itself without an
-    adapter.
-    """
+    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; `weight` without an adapter."""
     if adapter is None:
         return weight
     return ops.merge(weight, adapter.a.to(weight.dtype), adapter.b.to(weight.dtype), adapter.scale)

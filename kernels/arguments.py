@@ -1,7 +1,7 @@
 """The arguments of an aligned model's forward pass: which ones are served, ignored or refused.
 
-The module is an allow-list. An argument of transformers that is not listed is refused: `check_signature` finds it in a
-signature when a model is aligned, `check_call` finds it in a call. So an aligned model never silently ignores an
+The module is an allow-list: an argument of transformers that is not listed is refused. `check_signature` refuses it in
+a signature, when a model is aligned; `check_call` refuses it in a call. So an aligned model never silently ignores an
 argument that a new release of transformers adds.
 """
 

@@ -546,7 +546,7 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
-    """Ask for the log-prob of one token in each row."""
+    """Return a request for the log-prob of one token in each row."""
     # A temperature beyond float32 becomes infinite here; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)

@@ -200,8 +200,7 @@ class Layer:
 
 SAMPLE, GREEDY = -1, -2
 LOWEST_TEMPERATURE = 1e-30
-"""Worker and trainer raise a lower temperature to this one. The distribution is the same, and quotients fit in float32.
-"""
+"""Worker and trainer raise a lower temperature to this one. The distribution is the same; quotients stay in float32."""
 
 
 @dataclass(frozen=True)

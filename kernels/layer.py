@@ -58,7 +58,7 @@ Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
 
 
 class LayerOps(Protocol):
-    """The ops of a layer: those of `Backend`, with `Weight` matrices, or the same ops with gradients, with tensors."""
+    """The ops of a layer: either those of `Backend`, on `Weight` matrices, or ops with gradients, on plain tensors."""
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 

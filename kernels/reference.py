@@ -369,9 +369,7 @@ class _EqualQueries:
         return max(0, first_query) * group // tile
 
     def _reduce_split(self, start: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (peak, total, out) over keys [start, start + KV_SPLIT). The peak is -inf for rows that see none of
-        them.
-        """
+        """Return (peak, total, out) over keys [start, start + KV_SPLIT). The peak of rows that see no key is -inf."""
         keys, values = self._gather(start, rows.shape[0])
         distance = positions[..., None] - torch.arange(start, start + KV_SPLIT, device=rows.device)
         visible = (distance >= 0) & (distance < self.window)

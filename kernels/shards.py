@@ -62,9 +62,7 @@ class Shard:
         self.own.put_(own[is_own], source[is_own])
 
     def narrow(self, dim: int, start: int, length: int) -> Shard:
-        """Return rows [start, start + length) of the whole tensor, with memory for those in the part, shared. `dim` is
-        0.
-        """
+        """Return rows [start, start + length) of the whole tensor, as a shard that shares memory. `dim` is 0."""
         if self.part.dim != 0:
             return Shard(self.own.narrow(0, start, length), self.part)
         begin, end = max(start, self.part.start), min(start + length, self.part.start + self.length)

@@ -285,9 +285,7 @@ class DecoderSpec:
         return {role: found for role, found in own.items() if found != dtype}
 
     def own_name(self, name: str) -> str | None:
-        """Return the decoder's name for a checkpoint's tensor `name`; None if the tensor does not belong to the
-        decoder.
-        """
+        """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
         if name.startswith(self.others):
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")

@@ -587,10 +587,9 @@ def _divisor(temperature: float) -> float:
 
 
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
-    """Raise AlignmentError unless the module is nn.Linear or its class is from the same module as the class of
-    `neighbour`.
+    """Raise AlignmentError unless a module is nn.Linear or its class is defined where the class of `neighbour` is.
 
-    Routers and experts have classes from the module of their family.
+    transformers defines routers and experts beside their family's other classes.
     """
     found = plain_class(type(module))
     if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:

@@ -61,9 +61,7 @@ def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tenso
 
 
 class HostCopies:
-    """Copies of `tensors`, all on one device, to the host. Each holds the tensor's contents at this point of the
-    stream.
-    """
+    """Copies of `tensors`, all on one device, to the host, with their contents at this point of the stream."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._arrived: torch.cuda.Event | None = None

@@ -57,10 +57,9 @@ def plain_class(found: type) -> type:
 
 
 def reshard(model: Any) -> None:
-    """Shard what `fully_shard` keeps gathered after a forward pass, in the dtype of its policy, back into the trained
-    shards.
+    """Reshard the modules that `fully_shard` keeps gathered after a forward pass, in the dtype of its policy.
 
-    A forward pass gathers it again.
+    This brings back the trained shards. The next forward pass gathers the modules again.
     """
     for module in model.modules():
         if any(base.__name__ in _IN_PLACE for base in type(module).__mro__):

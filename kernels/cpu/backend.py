@@ -118,9 +118,7 @@ class PackedWeight:
 
 
 class PackedLayers(tuple[Layer, ...]):
-    """Layers with the places of their tensors: the storage of each tensor and its offset there. Tensors may share
-    storages.
-
+    """Layers with the places of their tensors: each tensor's storage, which tensors may share, and its offset there.
     `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between steps, in the
     order of the arguments. `has_states`: whether a layer is a delta net.
 

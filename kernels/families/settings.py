@@ -136,9 +136,7 @@ class Settings(PreTrainedConfig):
         super().__post_init__(**others)
 
     def types(self: Any, other: str) -> list[str]:
-        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError unless every layer has one of the
-        two.
-        """
+        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither."""
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(

@@ -177,9 +177,7 @@ def describe_fault(error: OSError) -> str:
     """Return what to do about an error while kernels are compiled: of Triton's cache, or of a program that compiles."""
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
-        return (
-            f"TRITON_CACHE_DIR: expected a writable folder for compiled kernels, found: {error}; set it to another one"
-        )
+        return f"TRITON_CACHE_DIR: expected a writable folder for compiled kernels, found: {error}; name another folder"
     return f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or set CC to one"
 
 
