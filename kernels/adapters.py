@@ -220,7 +220,7 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
-    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; `weight` without an adapter."""
+    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; `weight` if there is none."""
     if adapter is None:
         return weight
     return ops.merge(weight, adapter.a.to(weight.dtype), adapter.b.to(weight.dtype), adapter.scale)

@@ -19,11 +19,11 @@ of the whole weight if `full_rows` is the number of rows of the whole.
 A tile is chosen by a model of the time on an H100 (`machine`), fitted to measured times. All programs together read an
 element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features. The
 SM with the most programs multiplies longest. Matrix instructions share the bandwidth of shared memory with loads. For
-few tokens, the time is that of reading weights from memory, which is close to that of reading them from L2, so up to
-128 tokens form one tile. Weights of 8192 rows have tiles for all SMs. Other weights are cut into at most four pieces,
-none below 768 columns, so that a program reads 96 KB or more. Each piece has its own program as long as storing and
-folding the parts takes less time than it saves. One program with all pieces needs a second accumulator, and so has
-smaller tiles. For many tokens, tiles are as large as registers allow.
+few tokens, the time is that of reading weights from memory. For somewhat more, it is nearly that of reading them from
+L2, so up to 128 tokens form one tile. Weights of 8192 rows have tiles for all SMs. Other weights are cut into at most
+four pieces, none below 768 columns, so that a program reads 96 KB or more. Each piece has its own program as long as
+storing and folding the parts takes less time than it saves. One program with all pieces needs a second accumulator, and
+so has smaller tiles. For many tokens, tiles are as large as registers allow.
 """
 
 from __future__ import annotations
