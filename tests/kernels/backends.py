@@ -119,7 +119,7 @@ def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rar
 both_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
 )
-"""For tests of single kernels in the interpreter. As above, float16 runs only in `make test-all`."""
+"""Parametrizes tests of single kernels in the interpreter. As above, float16 runs only in `make test-all`."""
 
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:

@@ -337,7 +337,7 @@ CASES = [
     for name, make in cases(*served).items()
 ]
 every_op = pytest.mark.parametrize("row_op", CASES, indirect=True, scope="module")
-"""In module scope, so that each op is made once and its tests run one after the other."""
+"""Parametrizes tests in module scope, so that each op is made once and its tests run one after the other."""
 
 
 @pytest.fixture(scope="module")

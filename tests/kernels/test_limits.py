@@ -30,7 +30,7 @@ def served(dtype: torch.dtype, lm_head: Callable[[Tensor, Tensor], Tensor]) -> S
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n,k", accuracy.PRODUCTS)
 def test_products_of_tensor_cores_pass(n: int, k: int, dtype: torch.dtype, core: TensorCore) -> None:
-    """In one chain, which has the largest errors."""
+    """The products are summed in one chain, which has the largest errors."""
     accuracy.test_lm_head(served(dtype, lambda x, weight: multiply(core, x, weight, k)), n, k)
 
 

@@ -34,7 +34,7 @@ def unread(ids: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64], ids=str)
 def test_replaying_a_models_own_routes_changes_no_bit(mixture_model: Path, backend: str, dtype: torch.dtype) -> None:
-    """In any order, and with any values in rows that are not read."""
+    """Routes may come in any order, with any values in rows that are not read."""
     model, (ids, mask) = load(mixture_model, backend=backend), pad(sequences(), left=3)
     own = token_experts(model, ids, mask)
     given = own.flip(-1)

@@ -393,7 +393,7 @@ def test_a_clamped_gate() -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("normed", [True, False])
 def test_route(normed: bool, given: bool) -> None:
-    """With the experts of the highest logits, and with others."""
+    """The experts are those of the highest logits, or others."""
     (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
     logits = randn(37, 9) * 2
     best = logits.topk(3).indices.sort().values.int()
@@ -412,7 +412,7 @@ def test_route(normed: bool, given: bool) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 def test_experts(activation: Activation) -> None:
-    """With biases and a shared expert, or with neither. One expert has no rows, and some rows have the same experts."""
+    """There are biases and a shared expert, or neither. One expert has no rows, and some rows have the same experts."""
     (ops, _), clamped = referenced(), activation == "clamped_silu"
     spec = ExpertsSpec(num_experts=5, top_k=2, intermediate_size=20, activation=activation, bias=clamped)
     chosen = torch.tensor([[0, 1], [1, 4], [0, 1], [1, 2]] * 9, dtype=torch.int32)
@@ -449,7 +449,7 @@ def test_logits() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 0.01])
 @pytest.mark.parametrize("most_rows", [100, 7, 1])
 def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the logits of all rows at once, or of some. A low temperature amplifies small errors."""
+    """The logits of all rows are held at once, or those of some. A low temperature amplifies small errors."""
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5
     check_gradients(
@@ -527,7 +527,7 @@ def test_a_completion_mask_leaves_the_rest_out(tiny_llama: Path) -> None:
 
 
 def test_position_ids_tell_packed_sequences(tiny_llama: Path) -> None:
-    """In one row, and in several rows with several sequences each."""
+    """Several sequences are packed in one row, or in each of several rows."""
     model, rows = load(tiny_llama, backend="cpu"), [row for row in sequences() if len(row) > 1]
     expected = token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
@@ -678,7 +678,7 @@ def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
 
 
 def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
-    """For any kind of change: a call keeps nothing of a weight for the next one."""
+    """A call keeps nothing of a weight for the next call, so any kind of change is seen."""
     model, ids = load(tiny_llama, backend=backend), sequences()[0][None]
     before = token_log_probs(model, ids)
     model.model.layers[0].mlp.up_proj.weight.data[:] *= 1.5

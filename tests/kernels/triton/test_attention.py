@@ -170,7 +170,7 @@ def test_chunks_and_single_queries_give_the_bits_of_the_whole(
 def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
     launched: list[str], window: int | None, soft_cap: float | None
 ) -> None:
-    """After the last partition, with one partition and with two."""
+    """A sink is folded in after the last partition, of one or two partitions."""
     attention: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
     sinks, ends = sinks_of(6, torch.bfloat16), (1, 40, 512, 513, 520)
     with_sinks = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, sinks=sinks, **attention)
@@ -200,7 +200,7 @@ def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: t
 
 @both_dtypes
 def test_results_do_not_depend_on_other_sequences(launched: list[str], dtype: torch.dtype) -> None:
-    """Chunks and single queries in one call, in a mixed order."""
+    """One call computes chunks and single queries in a mixed order."""
     sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2, sinks=sinks_of(6, dtype))
     chunks = [(2, 120, 130), (1, 529, 530), (0, 0, 40), (3, 63, 64), (1, 500, 520), (2, 64, 65)]
     together = sequences.attend(chunks)
@@ -245,7 +245,7 @@ def test_skipping_keys_behind_a_window_changes_no_bit(window: int, monkeypatch: 
 
 
 def test_a_window_bounds_the_tiles_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also bounds the memory, with context lengths on the device too."""
+    """The memory is bounded too, also with context lengths on the device."""
     sequences = sequences_of([5000], torch.bfloat16, window=KEYS)
     tiles = count_tiles(monkeypatch)
     sequences.attend([(0, 4992, 5000)])
@@ -266,7 +266,7 @@ def count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.mark.parametrize("window", [1, 70, 600])
 def test_table_entries_behind_the_windows_are_never_read(launched: list[str], window: int) -> None:
-    """By then, such blocks may belong to other sequences or to none."""
+    """Such blocks may belong to other sequences by then, or to none."""
     sequences = sequences_of([1111], torch.bfloat16, window=window)
     chunk, single = (0, 1080, 1100), (0, 1110, 1111)
     expected = [sequences.attend([each])[0] for each in (chunk, single)]
@@ -282,7 +282,7 @@ def test_table_entries_behind_the_windows_are_never_read(launched: list[str], wi
 @pytest.mark.parametrize("window", [None, 70])
 @both_dtypes
 def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype, window: int | None) -> None:
-    """For any longest context that the host assumes, and any number of programs that share the partitions."""
+    """The host may assume any longest context, and any number of programs may share the partitions."""
     sequences = sequences_of([1100, 70, 513], dtype, group=7, window=window)
     chunks = [(0, 1099, 1100), (1, 69, 70), (2, 512, 513), (0, 40, 41)]
     expected = torch.cat(sequences.attend(chunks))

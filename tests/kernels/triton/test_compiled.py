@@ -116,7 +116,7 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, comp
 
 @of_all
 def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
-    """For the target of the tiles, also in every combination that one model has."""
+    """For the tuned target, every combination that one model has is compiled too."""
     found = defaultdict(set)
     for c in compiled:
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
@@ -165,7 +165,7 @@ def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compil
 
 @of_all
 def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
-    """For heads of one size in all kernels, since the order of a sum follows the layout."""
+    """Heads of one size have one layout in all kernels, since the order of a sum follows the layout."""
     layouts = defaultdict(set)
     for c in compiled_of("attention", compiled):
         if c["instructions"]:
@@ -176,7 +176,7 @@ def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
 
 @of_all
 def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled]) -> None:
-    """In decodes and prompts, for any number of heads: four keys in each thread of one warp."""
+    """Decodes and prompts with any number of heads keep four keys in each thread of one warp."""
     layouts = defaultdict(set)
     for c in compiled_of("recurrence", compiled):
         if c["kernel"].endswith("_delta_rule_kernel"):
@@ -214,7 +214,7 @@ print(json.dumps({capability: [compiled(capability, form) for form in forms] for
 
 
 def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any setting of the environment."""
+    """No setting of the environment changes this."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     script = tmp_path / "multiply_add.py"
     script.write_text(MULTIPLY_ADD)

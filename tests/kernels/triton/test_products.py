@@ -290,7 +290,7 @@ def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
     tokens: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the tiles that a layer of Qwen2.5-7B has there, and with the same number of programs for the pieces."""
+    """Tiles, and programs per piece, are those of a layer of Qwen2.5-7B with this many tokens."""
     x, small, expected = rows_by_one_tile()
     way = products.way_of(tokens, weights_of(*LAYER[weight]))
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 4)
@@ -299,7 +299,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 
 def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard of some rows, which alone would be cut into more pieces."""
+    """The shard has some rows of the weight. Alone, it would be cut into more pieces."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)

@@ -26,7 +26,7 @@ def batch_of(starts: list[int], reads: list[int], writes: list[int]) -> StateBat
 
 
 def test_a_convolution_in_pieces_and_tiles_is_that_of_each_row_and_channel() -> None:
-    """For two sequences; the one-row form has other tiles."""
+    """There are two sequences. The one-row form has other tiles."""
     dtype = torch.bfloat16
     channels, starts = 2 * recurrence.SINGLE[1] + 40, [0, 2 * recurrence.SEVERAL[0] + 3, 2 * recurrence.SEVERAL[0] + 5]
     x, weight = randn(starts[-1], channels, dtype=dtype), randn(channels, 1, 4, dtype=dtype, seed=1)

@@ -39,7 +39,7 @@ def test_rmsnorm(size: int, dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize("size", [1, 80, 577])
 def test_zero_centered_rmsnorm(size: int, dtype: torch.dtype) -> None:
-    """Rounded once, also where 1 + weight is 0."""
+    """The result is rounded once, also where 1 + weight is 0."""
     x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
     weight[-1] = -1
     expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + NORM.eps).sqrt() * (1 + weight.double())
