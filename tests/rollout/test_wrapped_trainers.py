@@ -101,7 +101,7 @@ def test_merged_weights_are_those_that_are_trained(told: list[dict[str, Any]]) -
 WORDS = {
     "sharded inside": "layers.1.mlp.gate_proj.weight: expected a whole tensor .* not on modules inside a layer",
     "fsdp1": "found a FullyShardedDataParallel; shard with torch.distributed.fsdp.fully_shard",
-    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* leave tensor parallelism out",
+    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* do not use tensor parallelism",
     "wide head": "lm_head.weight: expected torch.bfloat16 like the hidden states, found torch.float32",
 }
 
