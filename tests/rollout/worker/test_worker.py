@@ -581,7 +581,7 @@ def test_an_open_address_needs_keys_on_both_sides(address: str) -> None:
 
 
 def test_an_address_in_use_is_an_error(worker: WorkerOnThread, engine: FakeEngine) -> None:
-    with pytest.raises(ConfigError, match="another process listens"):
+    with pytest.raises(ConfigError, match="another process already listens"):
         Worker(WorkerConfig(address=worker.address), lambda: engine)
     with serving(FakeEngine(), address="tcp://127.0.0.1:*") as other:
         with pytest.raises(ConfigError, match="in use"):
