@@ -170,7 +170,7 @@ def test_sleep_and_a_push_under_way_show() -> None:
     assert rows(look(0.0), look(1.0, push=in_place))["push"].startswith("version 5 by shared, in place: ")
 
 
-def test_what_is_not_known_while_loading_is_left_out() -> None:
+def test_unknown_values_are_left_out_while_loading() -> None:
     loading = look(1.0, {}, state="loading", weight_version=None, seconds_since_progress=None, engine=None)
     told = rows(loading, loading)
     assert told.keys() == {"worker", "state", "requests", "memory"}
