@@ -122,7 +122,7 @@ def test_http_offers_every_setting_with_its_default() -> None:
 
 def test_http_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "h11" else name)
-    with pytest.raises(ConfigError, match=r"expected the package h11, found none; pip install 'trueroll\[http\]'"):
+    with pytest.raises(ConfigError, match=r"the package h11 is not installed; run pip install 'trueroll\[http\]'"):
         cli.http("ipc:///nowhere")
 
 
@@ -134,13 +134,13 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
 
 def test_an_output_path_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path))
-    assert result.returncode == 2 and "expected a file, found the folder" in result.stderr
+    assert result.returncode == 2 and f"{tmp_path} is a folder; give a file" in result.stderr
 
 
 def test_an_output_file_in_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path / "missing" / "report.json"))
     assert result.returncode == 2
-    assert "expected a file in a folder that exists" in result.stderr
+    assert f"the folder {tmp_path / 'missing'} does not exist" in result.stderr
 
 
 def test_generate_prints_every_sample(address: str) -> None:
@@ -204,11 +204,11 @@ def test_bench_takes_a_configuration_without_a_checkpoint(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((), "expected MODEL or --dummy-weights CONFIG, found neither"),
-        (("m", "--dummy-weights", "qwen3-0.6b"), "expected MODEL or --dummy-weights, found m and qwen3-0.6b"),
+        ((), "MODEL or --dummy-weights CONFIG is missing"),
+        (("m", "--dummy-weights", "qwen3-0.6b"), "MODEL m and --dummy-weights qwen3-0.6b exclude each other"),
         (
             ("--dummy-weights", "qwen3-0.6b", "--compare", "hf"),
-            "expected --compare hf with a MODEL, found it with --dummy-weights; name a MODEL or leave --compare out",
+            "--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare",
         ),
     ],
 )
