@@ -290,7 +290,7 @@ def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     samples = CounterMetricFamily("trueroll_samples_finished", "Samples by finish reason.", labels=["reason"])
     yield _fill(samples, reasons)
     prompt = engine["computed_prompt_tokens"]
-    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens whose KV was computed.", labels=["kind"])
+    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens with KV computed.", labels=["kind"])
     yield _fill(computed, {"prompt": prompt, "decode": engine["computed_tokens"] - prompt})
     for name, key, text in _ENGINE_COUNTERS:
         yield CounterMetricFamily(f"trueroll_{name}", text, value=engine[key])

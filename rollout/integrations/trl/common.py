@@ -35,8 +35,8 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
     overrides = settings.get("generation_kwargs") or {}  # AsyncGRPOConfig has none
     if refused := [name for name in ("n", "seed", "logprobs") if name in overrides]:
         raise ConfigError(
-            f"generation_kwargs: {', '.join(refused)} is not allowed, since TRL's settings and this adapter determine "
-            "it; remove it"
+            f"generation_kwargs must not set {', '.join(refused)}: TRL's own settings and this adapter determine n, "
+            "seed and logprobs"
         )
     if settings["repetition_penalty"] != 1.0:
         raise ConfigError(f"repetition_penalty is not supported (got {settings['repetition_penalty']}); set it to 1.0")
