@@ -23,7 +23,7 @@ from . import protocol
 from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, never
 
 ANY = 2**31
-"""As the argument `most`: no limit on the number of tokens."""
+"""The value of `most` for no limit on the number of tokens."""
 LONG_CHARS = 2**15
 """Texts with more characters go to the process for long texts, so that only long texts wait for them."""
 _PART_TOKENS = 2**14

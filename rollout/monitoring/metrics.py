@@ -146,7 +146,7 @@ class _Server(socketserver.TCPServer):
         try:
             self.finish_request(request, client_address)
         except ConnectionError as error:
-            log.debug("a client has disconnected or was disconnected: %s", error)
+            log.debug("a client disconnected, or its connection was closed: %s", error)
         except Exception:
             self.handle_error(request, client_address)
         with suppress(OSError):  # the client has gone
@@ -167,7 +167,7 @@ class _Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether the request was answered, or the connection has reached its time limit."""
+        """Return whether the request was answered, or the connection has reached its time limit."""
         return not self._thread.is_alive() or monotonic() >= self._deadline
 
     def end(self) -> None:

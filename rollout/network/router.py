@@ -233,7 +233,7 @@ class Outboxes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no replies are queued, including errors to dropped clients."""
+        """Return whether nothing is queued, neither replies nor errors to dropped clients."""
         return not self._boxes
 
     def takes(self, identity: bytes) -> bool:

@@ -379,7 +379,8 @@ class Health(Message):
     - `weight_version`: version of the served weights; None while loading
     - `requests`: counts of `open` requests (accepted, unfinished), of `running` and `waiting` sequences in the engine,
       and of `kept` results
-    - `memory`: bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache` and `staging`
+    - `memory`: bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache`, `staging` and, for a model
+      with experts, `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the released memory
     - `push`: the push in progress, if any

@@ -78,7 +78,7 @@ class _Asked:
 
     @property
     def holds_a_sample(self) -> bool:
-        """Whether the plan fits and has blocks for at least one sample of the maximum length."""
+        """Return whether the plan fits and has blocks for at least one sample of the maximum length."""
         try:
             return self.plan().num_blocks * self.config.block_size >= self.max_model_len
         except ConfigError:

@@ -197,17 +197,17 @@ class _Variation:
 
     @property
     def was_ended(self) -> bool:
-        """Whether one of the request's stop tokens or stop strings ended the sample."""
+        """Return whether one of the request's stop tokens or stop strings ended the sample."""
         return self.sample.stop_reason in (*self.params.stop_token_ids, *self.params.stop)
 
     @property
     def was_delayed(self) -> bool:
-        """Whether `min_tokens` prevented a token that would have ended the sample."""
+        """Return whether `min_tokens` prevented a token that would have ended the sample."""
         return not {*self.params.stop_token_ids}.isdisjoint(self.varied.token_ids[: self.params.min_tokens])
 
     @property
     def has_other_logprobs(self) -> bool:
-        """Whether the same tokens have different log-probs."""
+        """Return whether the same tokens have different log-probs in the two samples."""
         count = len(self.sample.token_ids)
         ours, theirs = self.sample.logprobs, self.varied.logprobs
         assert ours is not None and theirs is not None

@@ -133,7 +133,7 @@ class DeadlineError(TruerollError):
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or aborted. The text says why and names the tensor.
+    """A push of weights was refused or aborted. The text says why, and names the tensor if one is at fault.
 
     `lost`: addresses of the lost workers, if lost workers are the cause.
     """
