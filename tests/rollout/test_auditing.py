@@ -79,7 +79,7 @@ def test_an_aligned_model_has_no_differences(model: Any, client: RolloutClient) 
         assert str(found) == "All 72 log-probs have the same bits on both sides."
 
 
-def test_a_model_that_is_not_aligned(model: Any, client: RolloutClient) -> None:
+def test_an_unaligned_model_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     assert "call align(model)" in the_cause(run(model, client), "alignment")
 
@@ -91,19 +91,19 @@ def test_the_dtype_of_an_unaligned_model_includes_its_own_autocast(model: Any, c
     the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
 
 
-def test_a_forward_pass_without_autocast(model: Any, client: RolloutClient) -> None:
+def test_a_forward_pass_without_autocast_is_found(model: Any, client: RolloutClient) -> None:
     text = the_cause(audit(model, client, PROMPTS, PARAMS), "dtype")
     assert "the worker computes in bfloat16, the trainer in float32" in text and "torch.autocast" in text
 
 
-def test_another_backend(model: Any, client: RolloutClient) -> None:
+def test_another_backend_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     align(model, "reference")
     text = the_cause(run(model, client), "backend")
     assert 'the worker uses the backend cpu, the trainer reference; call align(model, "cpu")' in text
 
 
-def test_another_instruction_set(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_instruction_set_is_found(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two instruction sets may give the same bits for this model, so the test changes the trainer's bits."""
 
     def log_probs(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_another_instruction_set(model: Any, client: RolloutClient, monkeypatch:
     assert f"the worker uses the instruction set {best}, the trainer portable; set TRUEROLL_CPU_ISA" in text
 
 
-def test_another_tensor(model: Any, client: RolloutClient) -> None:
+def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with torch.no_grad():
         model.get_parameter(name).mul_(1.01)
@@ -128,7 +128,7 @@ def test_another_tensor(model: Any, client: RolloutClient) -> None:
     assert text in the_cause(found, "weights")
 
 
-def test_another_temperature_and_another_distribution(model: Any, client: RolloutClient) -> None:
+def test_another_temperature_and_another_distribution_are_found(model: Any, client: RolloutClient) -> None:
     cold = PARAMS.model_copy(update=dict(temperature=0.5))
     text = the_cause(run(model, client, params=cold, temperature=1.0), "distribution")
     assert "temperature 0.5 (logprobs='processed'), but the trainer divides logits by 1; use params" in text
@@ -146,7 +146,7 @@ def test_the_command_compares_a_checkpoint_with_the_served_weights(
     assert result.exit_code == 1 and "- unknown: none of the compared properties explains" in result.stdout
 
 
-def test_a_wrapper_that_is_not_served(model: Any, client: RolloutClient) -> None:
+def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:
     """Weights are compared nevertheless."""
     text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
     assert text.startswith("a DataParallel wraps the aligned model") and "compute them by token_log_probs" in text
@@ -184,7 +184,7 @@ def test_nan_is_the_largest_difference(model: Any, client: RolloutClient) -> Non
     assert (found.num_different, found.largest, found.place) == (2, torch.inf, place), str(found)
 
 
-def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
+def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None) -> None:
     """An older version shows in its number and in its tensors. An adapter that was not pushed shows in the tensors."""
     model = adapt(folder, target_modules=["q_proj"])
     align(model)
