@@ -26,6 +26,8 @@ ANY = 2**31
 """The value of `most` for no limit on the number of tokens."""
 LONG_CHARS = 2**15
 """Texts with more characters go to the process for long texts, so that only long texts wait for them."""
+LONG_NICENESS = 10
+"""Of the process for long texts: its work delays short requests less where cores are few."""
 _PART_TOKENS = 2**14
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
@@ -54,7 +56,7 @@ class TextModel:
         self._decode = _decoder_of(self._tokenizer)
         self._special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self.longest_token = longest_token(self._tokenizer.get_vocab())
-        self._children = {is_long: TextChild(self._tokenizer) for is_long in (False, True)}
+        self._children = {False: TextChild(self._tokenizer), True: TextChild(self._tokenizer, niceness=LONG_NICENESS)}
 
     @property
     def chat_template(self) -> str | None:

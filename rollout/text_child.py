@@ -8,6 +8,7 @@ child that died, hung, was abandoned or used up its limits is replaced on the ne
 from __future__ import annotations
 
 import gc
+import os
 import select
 import socket
 import struct
@@ -64,10 +65,13 @@ def never() -> bool:
 
 
 class TextChild:
-    """Calls into one child process, one call at a time. The process is started on first use. Any thread may use it."""
+    """Calls into one child process, one call at a time. The process is started on first use. Any thread may use it.
 
-    def __init__(self, tokenizer: Any, limits: Limits | None = None) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
+    `niceness`: how much lower its scheduling priority is than that of this process, 0 to 19.
+    """
+
+    def __init__(self, tokenizer: Any, limits: Limits | None = None, niceness: int = 0) -> None:
+        self._tokenizer, self._limits, self._niceness = tokenizer, limits, niceness
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -112,7 +116,7 @@ class TextChild:
             raise ChildError("the conversation is nested too deeply") from None
         with self._lock:
             if self._process is None:
-                self._process = _Process(self._tokenizer, self._limits or LIMITS)
+                self._process = _Process(self._tokenizer, self._limits or LIMITS, self._niceness)
             reply = self._process.ask(message, is_abandoned)
             if reply[:1] not in (b"+", b"-", b"!", b">"):
                 self._process.end()
@@ -144,7 +148,7 @@ def _read_reply(reply: bytes) -> bytes:
 class _Process:
     """The child process. It ends when this object is garbage-collected or this process exits. `pid`: its process id."""
 
-    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+    def __init__(self, tokenizer: Any, limits: Limits, niceness: int) -> None:
         """Raise UnavailableError if the machine has no room for another process."""
         self._seconds = limits.seconds
         with room_for_a_process():
@@ -152,7 +156,7 @@ class _Process:
         self._socket.setblocking(False)
         with other:
             try:
-                self.pid = forked(partial(_run, other, tokenizer, limits))
+                self.pid = forked(partial(_run, other, tokenizer, limits, niceness))
             except UnavailableError:
                 self._socket.close()
                 raise
@@ -210,10 +214,11 @@ def _end(pid: int, ours: socket.socket) -> None:
     ours.close()
 
 
-def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
+def _run(pipe: socket.socket, tokenizer: Any, limits: Limits, niceness: int) -> None:
     """Answer calls until the parent closes the pipe. Runs in the child."""
     close_all_but(pipe.fileno())
     gc.freeze()
+    os.nice(niceness)
     limit_memory(limits.more_bytes)
     with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
         while head := file.read(_HEAD.size):

@@ -174,10 +174,18 @@ def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path, monke
     assert marker.exists(), "this is what it would have done"
 
 
-def pid_of(model: TextModel) -> int:
-    process = model._children[False]._process
+def pid_of(model: TextModel, is_long: bool = False) -> int:
+    process = model._children[is_long]._process
     assert process is not None
     return process.pid
+
+
+def test_the_process_for_long_texts_has_a_lower_priority(folder: Path) -> None:
+    model, own = TextModel(str(folder)), os.getpriority(os.PRIO_PROCESS, 0)
+    model.encode("a")
+    model.encode("a" * (text.LONG_CHARS + 1))
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid_of(model, is_long)) for is_long in (False, True)]
+    assert priorities == [own, min(19, own + text.LONG_NICENESS)]
 
 
 def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
