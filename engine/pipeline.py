@@ -235,22 +235,22 @@ class Pipeline:
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives each sample that decodes alone its tokens, up to the one that ends it."""
-        takers, ended, row = queued.takers, list[Output](), 0
+        takers, ended, start = queued.takers, list[Output](), 0
         ends = takers.counts.cumsum().tolist()
         for sequence, sample, end in zip(takers.decodes.sequences, takers.samples, ends, strict=False):
-            reason = None
-            while row < end and reason is None and self._ledger.is_open(sample):
-                reason = self._append(sample, drawn, row)
-                row += 1
-            if reason is not None:
-                self._scheduler.finish(sequence)
-                ended.append(self._ledger.finish_sample(sample, reason))
-            row = end
+            for row in range(start, end if self._ledger.is_open(sample) else start):
+                if reason := self._append(sample, drawn, row):
+                    self._scheduler.finish(sequence)
+                    ended.append(self._ledger.finish_sample(sample, reason))
+                    break
+            start = end
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives the samples of each prompt their first tokens."""
         outputs, takers = list[Output](), queued.takers
+        if not takers.prompts:
+            return outputs
         rows = takers.counts.cumsum() - 1
         for place, range_ in takers.prompts:
             found = [(takers.samples[i], int(rows[i])) for i in range_]
@@ -283,17 +283,25 @@ class Pipeline:
         if not drawn.is_finite[row]:
             sample.error = _NOT_FINITE
             return "error"
-        sample.append(token, drawn.logprobs[row], self.commit, drawn.records.get(row))
+        if not sample.commits or sample.commits[-1][0] is not self.commit:
+            sample.commits.append((self.commit, len(sample.token_ids)))
+        sample.token_ids.append(token)
+        if sample.logprobs is not None:
+            sample.logprobs.append(drawn.logprobs[row])
+        if sample.records is not None:
+            sample.records.append(drawn.records[row])
         if sample.num_told is not None:
             self._ledger.grown.note(sample)
-        try:
-            matched = sample.stop_strings.feed(token) if sample.stop_strings is not None else None
-        except TokenizerError as error:
-            sample.error = (
-                f"stop: expected the text of token {token}, found that the tokenizer failed: {error}; "
-                "use stop_token_ids instead"
-            )
-            return "error"
+        matched = None
+        if sample.stop_strings is not None:
+            try:
+                matched = sample.stop_strings.feed(token)
+            except TokenizerError as error:
+                sample.error = (
+                    f"stop: expected the text of token {token}, found that the tokenizer failed: {error}; "
+                    "use stop_token_ids instead"
+                )
+                return "error"
         found = token if token in sample.ending_tokens else matched
         if found is not None and len(sample.token_ids) > sample.request.params.min_tokens:
             sample.stop_reason = found

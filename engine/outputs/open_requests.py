@@ -7,7 +7,7 @@ Also how the tokens of a sample are drawn (`DrawRecord`), and which samples have
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -132,16 +132,6 @@ class OpenSample:
     records: GrowingColumns | None = None
     joined: bool = False
     num_told: int | None = None
-
-    def append(self, token_id: int, logprob: float, commit: Commit, record: Sequence[bytes] | None = None) -> None:
-        """Records a token that the weights of `commit` produced. `record`: of each of `records`, if these are kept."""
-        if not self.commits or self.commits[-1][0] is not commit:
-            self.commits.append((commit, len(self.token_ids)))
-        self.token_ids.append(token_id)
-        if self.logprobs is not None:
-            self.logprobs.append(logprob)
-        if self.records is not None and record is not None:
-            self.records.append(record)
 
     @property
     def num_fed(self) -> int:

@@ -171,6 +171,7 @@ class LocalExecutor:
         if not self.weights.is_whole:
             raise RuntimeError("engine: expected whole weights for a step, found none; commit a full set of them")
 
+    @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
         self._runner.copy_blocks(step)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None

@@ -165,7 +165,6 @@ class DecodeGraphs:
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain
 
-    @torch.inference_mode()
     def run(self, step: Step, lanes: LaneState | None) -> ModelOutput:
         """What `ModelRunner.run` gives; it holds until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
@@ -174,7 +173,6 @@ class DecodeGraphs:
         hidden, *records = graphs.forward.outputs
         return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})
 
-    @torch.inference_mode()
     def draw(self, step: Step) -> Drawing:
         """The next tokens of a step that was `run` just now."""
         graphs = self._of(step)

@@ -24,11 +24,11 @@ class LaneState:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.last_tokens = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
 
-    @torch.inference_mode()
     def update(self, draws: Draws, token_ids: Tensor) -> None:
         """Take the tokens of draws, int64 [R], without waiting for them."""
-        none = len(self.last_tokens) - 1
-        lanes = np.where(draws.lanes == NO_LANE, none, draws.lanes)
+        lanes = draws.lanes
+        if lanes.min() == NO_LANE:
+            lanes = np.where(lanes == NO_LANE, len(self.last_tokens) - 1, lanes)
         self.last_tokens.index_copy_(0, to_device(torch.from_numpy(lanes), token_ids.device), token_ids)
 
 
@@ -64,7 +64,6 @@ class ModelRunner:
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
         self._has_states = bool(model.spec.delta_nets)
 
-    @torch.inference_mode()
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Computes what a step adds to the memories and returns what the model gives of its tokens.
 
@@ -102,10 +101,9 @@ class ModelRunner:
         if not step.unseen.size:
             return token_ids
         assert lanes is not None
-        places, drawing = self.to_device(step.unseen)
+        places, drawing = self.to_device(step.unseen).unbind()
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
-    @torch.inference_mode()
     def copy_blocks(self, step: Step) -> None:
         """Copies the KV that a step finds in another block."""
         for copies, caches in zip(step.block_copies, self._caches, strict=True):

@@ -40,7 +40,8 @@ class Draws:
     def is_cut(self) -> np.ndarray:
         """Which are not from the whole distribution, bool [R]: some tokens are banned, or filters may drop some."""
         is_cut = self.records["has_filters"].copy()
-        is_cut[list(self.banned)] = True
+        if self.banned:
+            is_cut[list(self.banned)] = True
         return is_cut
 
     @cached_property
@@ -51,7 +52,8 @@ class Draws:
     @cached_property
     def are_plain(self) -> bool:
         """Whether all are."""
-        return bool(self.is_plain.all())
+        records = self.records
+        return not self.banned and not records["has_filters"].any() and bool((records["num_tops"] < 0).all())
 
     def take(self, places: np.ndarray) -> Draws:
         """Those at some places."""

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -165,6 +166,7 @@ class Chunks:
 
 
 _FEWEST_BLOCKS = 16
+_lane_of = attrgetter("lane")
 
 
 class Lanes(Counters):
@@ -241,17 +243,19 @@ class Lanes(Counters):
         sequence after sequence. `lanes`: those that they had when the step was planned; who left its lane since gets
         them, too.
         """
-        ends = counts.cumsum()
+        last = np.array(token_ids)
         if len(token_ids) == len(sequences):
             for sequence, token_id in zip(sequences, token_ids, strict=True):
                 sequence.tokens.append(token_id)
         else:
+            ends = counts.cumsum()
+            last = last[ends - 1]
             for sequence, start, end in zip(sequences, (ends - counts).tolist(), ends.tolist(), strict=True):
                 sequence.tokens.extend(token_ids[start:end])
-        held = np.flatnonzero(self._holds(lanes, sequences))
-        lanes = lanes[held]
-        self.last_token[lanes] = np.array(token_ids)[ends[held] - 1]
-        self.num_tokens[lanes] += counts[held] - self.has_unseen[lanes]
+        if not (held := self._holds(lanes, sequences)).all():
+            lanes, last, counts = lanes[held], last[held], counts[held]
+        self.last_token[lanes] = last
+        self.num_tokens[lanes] += counts - self.has_unseen[lanes]
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
@@ -263,7 +267,7 @@ class Lanes(Counters):
 
     def _holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
         """Which of some lanes are still those of the sequences that had them, bool [lanes]."""
-        return np.fromiter((sequence.lane for sequence in sequences), np.int64, len(lanes)) == lanes
+        return np.fromiter(map(_lane_of, sequences), np.int64, len(lanes)) == lanes
 
     def _see(self, sequence: Sequence) -> None:
         """All tokens of a running sequence are seen."""
@@ -318,7 +322,8 @@ def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
     places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))
-    decodes, counts = chunks.take(places), (chunks.ends - num_known)[places] + 1
+    decodes = chunks if len(places) == len(chunks.lanes) else chunks.take(places)
+    counts = (chunks.ends - num_known)[places] + 1
     others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
     samples = lanes.samples[decodes.lanes].tolist()
     prompts = list[tuple[int, range]]()
@@ -326,8 +331,9 @@ def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
         if beginning := chunk.drawing:
             prompts.append((i, range(len(samples), len(samples) + len(beginning))))
             samples += beginning
-    places = np.concatenate((places, *(np.full(len(range_), i) for i, range_ in prompts)))
-    counts = np.concatenate((counts, np.ones(len(places) - len(counts), np.int64)))
+    if prompts:
+        places = np.concatenate((places, *(np.full(len(range_), i) for i, range_ in prompts)))
+        counts = np.concatenate((counts, np.ones(len(places) - len(counts), np.int64)))
     scores = [(i, score) for i, chunk in others if (score := chunk.scoring) is not None]
     return Takers(decodes, places, counts, samples, scores, prompts)
 
