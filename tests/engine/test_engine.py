@@ -526,8 +526,8 @@ def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num_blocks=1, kv_memory=1), "at most one of them, found num_blocks and kv_memory, .*; leave one out"),
-        (dict(num_blocks=1, kv_memory_fraction=0.5), "at most one of them, found num_blocks and kv_memory_fraction"),
+        (dict(num_blocks=1, kv_memory=1), "^num_blocks and kv_memory set the same thing; give at most one of"),
+        (dict(num_blocks=1, kv_memory_fraction=0.5), "^num_blocks and kv_memory_fraction set the same thing"),
         (dict(num_blocks=None, kv_memory_fraction=1.5), "kv_memory_fraction: .*found 1.5"),
         (dict(num_blocks=None, kv_memory_fraction=0.0), "kv_memory_fraction: .*found 0.0"),
         (dict(num_blocks=None, kv_memory=10), "at least one block = 8192 bytes, found 10"),

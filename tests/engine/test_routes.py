@@ -323,7 +323,7 @@ def test_a_model_without_experts_refuses_and_goes_on(tiny_llama: Path) -> None:
     engine.add(generate("r", tokens(5)))
     for request in (asked("a", tokens(5)), ScoreRequest("s", tokens(5), return_routed_experts=True)):
         with pytest.raises(
-            InvalidRequestError, match="return_routed_experts: expected False, as no layer of .* experts"
+            InvalidRequestError, match="return_routed_experts is not supported, because .* has no layer with experts"
         ):
             engine.add(request)
     [sample] = drain(engine)

@@ -195,7 +195,7 @@ def test_abort_and_drain_at_a_sleep(tiny_llama: Path, tags: tuple[Tag, ...]) -> 
     engine = make_engine(tiny_llama, **CHUNKED)
     full = engine.memory()
     begin(engine)
-    with pytest.raises(RuntimeError, match="no unfinished requests after a drain, found 3"):
+    with pytest.raises(RuntimeError, match="unfinished requests after a drain .got 3."):
         engine.sleep(1, tags, "drain")
     assert engine.memory() == full and engine.stats().recomputed == 0
     outputs = engine.sleep(1, tags, "abort")

@@ -141,5 +141,5 @@ def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["state_interval", "decode_state_interval"])
 def test_an_interval_that_is_no_multiple_of_a_block_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: expected a multiple of block_size = 16, .* found 24"):
+    with pytest.raises(ConfigError, match=f"{name} must be a multiple of block_size = 16 .got 24."):
         EngineConfig(model="m", **{name: 24})

@@ -418,7 +418,7 @@ def test_drain_refuses_unfinished_requests(tiny_llama: Path, newer_llama: Path, 
     if begun:
         engine.step()
     staging = stage(engine, staging_of)
-    with pytest.raises(RuntimeError, match="no unfinished requests after a drain, found 1"):
+    with pytest.raises(RuntimeError, match="unfinished requests after a drain .got 1."):
         engine.commit_weights(staging, 1, "drain")
     drain(engine)
     assert engine.weight_version == 0 and all_bits(engine) == old
