@@ -125,8 +125,8 @@ def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
     heads = {m.num_kv_heads for m in spec.attentions} | {m.num_key_heads for m in spec.delta_nets}
     if any(count % ranks for count in heads):
         raise ConfigError(
-            f"ranks must divide the {' and the '.join(map(str, sorted(heads)))} heads of keys in a layer (got {ranks}); share "
-            "the model among fewer devices"
+            f"ranks must divide the {' and the '.join(map(str, sorted(heads)))} heads of keys in a layer (got {ranks})"
+            "; share the model among fewer devices"
         )
 
 

@@ -531,7 +531,7 @@ def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
         (dict(num_blocks=None, kv_memory_fraction=1.5), "kv_memory_fraction: .*found 1.5"),
         (dict(num_blocks=None, kv_memory_fraction=0.0), "kv_memory_fraction: .*found 0.0"),
         (dict(num_blocks=None, kv_memory=10), "10 bytes are not enough for one block of 8192 bytes"),
-        (dict(max_model_len=4096), "at most 1024.*found 4096"),
+        (dict(max_model_len=4096), "at most 1024.*got 4096"),
         (dict(max_num_seqs=65, max_num_batched_tokens=64), "at most max_num_batched_tokens = 64"),
         (dict(device="cuda:99"), "device.*'cuda:99'"),
         (dict(device="meta"), "device: .*'meta'"),
@@ -554,7 +554,7 @@ def test_a_configuration_that_cannot_work_is_rejected(tiny_llama: Path, settings
     [
         (dict(eos_token_id=[2, 512]), r"eos_token_id: expected ids in \[0, 512\), found 512"),
         (dict(eos_token_id=-1), "eos_token_id: .* found -1"),
-        (dict(dtype="int8"), "expected dtype float32, bfloat16 or float16 .* found torch.int8"),
+        (dict(dtype="int8"), "dtype .* must be float32, bfloat16 or float16 .got torch.int8."),
     ],
 )
 def test_a_config_json_that_would_fail_later_is_rejected(tiny_llama: Path, tmp_path: Path, change, message) -> None:

@@ -185,12 +185,12 @@ def stored_as(folder: Path, dtype: torch.dtype, but: int = 0) -> None:
             "float32",
             torch.bfloat16,
             0,
-            "21 of 21 tensors stored in another, bfloat16, which are converted; .* bfloat16",
+            "21 of 21 tensors are stored in bfloat16 and are converted; .* bfloat16",
         ),
-        ("bfloat16", torch.float32, 0, "bfloat16, .* 21 of 21 tensors stored in another, float32, .* --dtype float32"),
-        ("float32", torch.float16, 20, "1 of 21 tensors stored in another, float16,"),
-        (None, torch.bfloat16, 0, "expected tensors of float32, .* bfloat16, which are converted"),
-        ("float32", torch.float64, 0, "float64, which are converted; correct config.json, or set dtype"),
+        ("bfloat16", torch.float32, 0, "bfloat16, .* 21 of 21 tensors are stored in float32 .* --dtype float32"),
+        ("float32", torch.float16, 20, "1 of 21 tensors are stored in float16 and"),
+        (None, torch.bfloat16, 0, "served in float32, .* stored in bfloat16 and are converted"),
+        ("float32", torch.float64, 0, "float64 and are converted; correct config.json, or set dtype"),
     ],
 )
 def test_weights_of_another_dtype_than_the_settings_say_are_warned_of(

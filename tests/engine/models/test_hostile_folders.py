@@ -244,7 +244,7 @@ def test_weights_that_the_host_has_no_room_for_take_no_memory(
 ) -> None:
     monkeypatch.setattr(loading, "available_memory", lambda device: 10**5)
     monkeypatch.setattr(loading, "WeightStore", lambda *_: pytest.fail("memory was taken"))
-    with pytest.raises(ModelError, match="fit into memory, of which 100000 bytes are available, found [0-9]{6} bytes"):
+    with pytest.raises(ModelError, match="weights need [0-9]{6} bytes, but only 100000 bytes of memory are available"):
         read(EngineConfig(model=str(folder), dtype="float32"))
 
 
