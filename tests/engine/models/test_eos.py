@@ -94,7 +94,7 @@ def test_a_model_without_any_is_warned_of(tmp_path: Path, files: Files, caplog: 
     assert found(tmp_path, **files) == ()
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert "samples end at max_tokens, stop_token_ids and stop alone" in record.getMessage()
+    assert "samples end only at max_tokens, stop_token_ids and stop" in record.getMessage()
     assert "set eos_token_id in generation_config.json" in record.getMessage()
 
 

@@ -83,7 +83,7 @@ def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gone: expected a file that can be read, found No such file"):
+    with pytest.raises(ModelError, match="gone: cannot be read: No such file"):
         refuse_what_is_no_model(tmp_path / "gone")
 
 

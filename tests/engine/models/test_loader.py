@@ -134,7 +134,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     file = _save_shards(tmp_path, *_split(_tensors()))[1]
     file.unlink()
     destinations = _destinations()
-    with pytest.raises(ModelError, match=f"{file.name}: expected a file that can be read, found No such"):
+    with pytest.raises(ModelError, match=f"{file.name}: cannot be read: No such"):
         load_checkpoint(tmp_path, destinations, ignored=())
     _assert_untouched(destinations)
 

@@ -151,7 +151,7 @@ def test_a_folder_made_in_advance_is_not_believed(tmp_path: Path, monkeypatch: p
     shared.chmod(0o1777)
     monkeypatch.setenv("TRUEROLL_CACHE", str(shared))
     monkeypatch.setattr(module, "_convert", lambda _: pytest.fail("it was used"))
-    with pytest.raises(ModelError, match="shared: expected the cache of smollm2 .* mode drwxrwxrwt"):
+    with pytest.raises(ModelError, match="shared: the cache of smollm2 must .* mode drwxrwxrwt"):
         resolve_model("smollm2")
 
 

@@ -304,7 +304,7 @@ def test_an_engine_that_cannot_try_its_tokenizer_for_want_of_a_process_does_not_
     load_vocabulary.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(trials.os, "fork", fail(BlockingIOError("no room")))
-        with pytest.raises(UnavailableError, match="processes: expected room for one more, found: no room"):
+        with pytest.raises(UnavailableError, match="processes: cannot start another one: no room"):
             make_engine(own_llama)
     run(make_engine(own_llama), [generate("r", tokens(20), stop=["z"])])
 
