@@ -120,9 +120,7 @@ def _read_token(path: Path) -> str | None:
 
 
 def _look_up(path: Path, token: str) -> int | str:
-    """Return the id of a token, first among the added tokens, then in the vocabulary; or the reason
-    why there is none.
-    """
+    """Return the id of a token, looked up in the added tokens, then in the vocabulary; or why it has none."""
     if not os.path.lexists(path):
         return "no such file"
     tokenizer = read_json(path, MAX_TOKENIZER_BYTES)

@@ -66,8 +66,8 @@ def room_for_a_process() -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"processes: cannot start another one: {error}; try again, or raise this process's limits of processes, files "
-            "and memory (ulimit -a)"
+            f"processes: cannot start another one: {error}; try again, or raise this process's limits of processes, "
+            "files and memory (ulimit -a)"
         ) from None
 
 
