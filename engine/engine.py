@@ -79,7 +79,7 @@ class Engine:
         self._admission.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """End one sample, or all unfinished samples, at their current tokens.
+        """End one sample, or all unfinished samples of a request, and return them with their current tokens.
 
         Raise UnknownRequestError if there are none.
         """
@@ -102,8 +102,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one chunk of every scheduled sequence, draw the next tokens, and return finished outputs.
 
-        On a GPU, queue that step and return the outputs of the previous one. If there is nothing to queue, return all
-        outputs.
+        On a GPU, queue that step, wait for the previous one and return its outputs. Once no request is open, wait for
+        both.
         """
         return self._pipeline.step()
 
@@ -115,7 +115,7 @@ class Engine:
         """Serve the staged weights from the next step on. Return the outputs of the step in flight and of aborts.
 
         `in_flight`: what happens to running requests. `recompute`: they keep their tokens and their KV is computed
-        again, while scores restart. `abort`: they end at their current tokens. `drain`: there must be no unfinished
+        again, while scores restart. `abort`: they end with their current tokens. `drain`: there must be no unfinished
         requests, running or waiting.
 
         Raise RuntimeError if `drain` finds unfinished requests, or while the weights sleep. Raise ValueError if the

@@ -182,7 +182,7 @@ class Pipeline:
         return outputs
 
     def abort(self, entry: Entry) -> Output:
-        """End a sample or a score at its current tokens and return its output."""
+        """End a sample or a score and return its output, a sample with its current tokens."""
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
@@ -264,8 +264,9 @@ class Pipeline:
         return outputs
 
     def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
-        """Give each sample its drawn token. Of the unfinished samples, the first keeps the sequence, the others get
-        forks.
+        """Give each sample its drawn token.
+
+        The first sample that remains unfinished keeps the sequence. The others get forks.
         """
         ended: list[Output] = []
         going_on: list[OpenSample] = []

@@ -1,9 +1,9 @@
 """Requests, sampling parameters, outputs and their columns: everything that enters or leaves the engine.
 
-Owns the meaning and the range of every sampling parameter. Owns the table of columns, too: the values which are
-recorded for each token of a sample beside the token itself, such as its log-prob. All code which slices, joins or
+Owns the meaning and the range of every sampling parameter. Owns the table of columns, too: the values that are
+recorded for each token of a sample beside the token itself, such as its log-prob. All code that slices, joins or
 creates columns, from the engine to the front end, uses this table. A new column therefore changes only its fields, its
-message and the code which computes it. Routed experts are not a column, because they are also recorded for the tokens
+message and the code that computes it. Routed experts are not a column, because they are also recorded for the tokens
 of the prompt (`outputs.routes`).
 
 Knows nothing about models, blocks or sockets. Imports no torch, so that clients share these types with the engine.
@@ -29,7 +29,7 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 
 @dataclass(frozen=True)
 class Column:
-    """A value which is recorded for each token.
+    """A value that is recorded for each token.
 
     `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. A token has
     one element, or `top_logprobs` elements if the column `is_listed`.
@@ -52,7 +52,7 @@ TOKENS = Column("token_ids", "<i4")
 """The tokens, where they are stored next to their columns."""
 LOGPROBS = Column("logprobs", "<f4")
 TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", True), Column("top_logprobs", "<f4", True))
-"""The columns which `top_logprobs` requests."""
+"""The columns that `top_logprobs` requests."""
 COLUMNS = (LOGPROBS, *TOPS)
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -188,7 +188,7 @@ class SamplingParams(Distribution):
     `seed`: the seed of the request; None lets the worker use `seed_of`. Sample i uses `derive_seed(seed, i)`.
 
     A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
-    string or several). None of these end it before `min_tokens`. The tokens which ended the sample are part of it.
+    string or several). None of these end it before `min_tokens`. The tokens that ended the sample are part of it.
     End-of-sequence tokens are the ones named by generation_config.json, config.json or the tokenizer; `health` returns
     them as `engine["eos_token_ids"]`. With `ignore_eos` they do not end a sample. `max_tokens` is the most tokens a
     sample gets; None lets it continue to the end of the model's context.
@@ -196,7 +196,7 @@ class SamplingParams(Distribution):
     `logprobs`: the distribution of the log-probs: `processed` (after temperature and filters, which is the distribution
     of the draw), `temperature` (after temperature alone), `raw` (the model's own), or None for no log-probs.
     `top_logprobs`: the number of most probable tokens to record for each token, with the entropy of that distribution;
-    0 records the entropy alone, None records neither. `return_routed_experts`: record the experts which a mixture of
+    0 records the entropy alone, None records neither. `return_routed_experts`: record the experts that a mixture of
     experts chose for each token, including the tokens of the prompt. `cache_salt`: requests reuse prefixes only of
     requests with the same salt.
     """
@@ -270,7 +270,7 @@ class SamplingParams(Distribution):
         found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"logprobs='processed' with {', '.join(found)} is a distribution which a trainer's softmax cannot "
+                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer's softmax cannot "
                 f"compute; sample with logprobs='temperature', or without {', '.join(found)}",
                 field="logprobs",
                 value=self.logprobs,
@@ -290,7 +290,7 @@ class SamplingParams(Distribution):
 
 E = TypeVar("E", bound=TruerollError)
 _BOUNDS = {"ge": 0, "gt": 1, "le": 0, "lt": -1, "min_length": 0, "max_length": 0}
-"""The bounds in a pydantic fault, and the offset from each to the nearest integer which satisfies it."""
+"""The bounds in a pydantic fault, and the offset from each to the nearest integer that satisfies it."""
 
 
 def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) -> E:
@@ -301,7 +301,7 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    `first_part`, `num_parts`: the parts of the fault's location which name the field.
+    `first_part`, `num_parts`: the parts of the fault's location that name the field.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -344,9 +344,9 @@ _PLACE = struct.Struct("<qq")
 
 
 class ContentSpan(NamedTuple):
-    """Tokens [start, end) of a prompt which stand for content other than text.
+    """Tokens [start, end) of a prompt that stand for content other than text.
 
-    `content_hash`: 32 bytes which identify the content completely, including its size; the content itself is never
+    `content_hash`: 32 bytes that identify the content completely, including its size; the content itself is never
     compared.
     """
 
@@ -356,10 +356,10 @@ class ContentSpan(NamedTuple):
 
 
 def content_within(spans: Sequence[ContentSpan], start: int, end: int) -> bytes:
-    """Return the bytes which identify the content within tokens [start, end); empty if there is no content.
+    """Return the bytes that identify the content within tokens [start, end); empty if there is no content.
 
-    Equal bytes mean equal content. They hold the sorted spans which overlap the tokens, with places relative to
-    `start`.
+    The bytes are equal only for equal content. They hold the sorted spans that overlap the tokens, with places relative
+    to `start`.
     """
     first = bisect_right(spans, start, key=lambda span: span.end)
     touching = takewhile(lambda span: span.start < end, islice(spans, first, None))
@@ -390,8 +390,8 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
 class GenerateRequest:
     """A prompt and how to sample from it. It is the unit of work: one prefill for `params.n` samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens which stand for other content, sorted and disjoint.
-    `params.seed` must be set. `num_prior_tokens`: the number of tokens at the end of the prompt which belong to the
+    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that stand for other content, sorted and disjoint.
+    `params.seed` must be set. `num_prior_tokens`: the number of tokens at the end of the prompt that belong to the
     sample being continued, so that a stop string may begin in them.
     """
 

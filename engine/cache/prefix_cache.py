@@ -99,8 +99,9 @@ class Pool(Generic[Owner]):
             self._cached.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block. Later blocks are reused first, and unpublished blocks
-        before published ones.
+        """Drop a reference to each block.
+
+        Later blocks are reused before earlier ones, and unpublished blocks before published ones.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -400,9 +401,7 @@ class BlockTables:
                 table.starts[group] = first
 
     def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return whether a window left a block behind, for each sequence that advanced from `starts` to `ends`: bool
-        [N].
-        """
+        """Return which sequences left a block behind a window when they advanced from `starts` to `ends`, bool [N]."""
         leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
@@ -453,8 +452,9 @@ class PrefixCache:
         return self._index.values()
 
     def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
-        """Return the entries of the longest prefix of tokens [0, limit) that can be resumed. Fill in the chain's
-        hashes.
+        """Return the entries of the longest prefix of tokens [0, limit) that can be resumed.
+
+        The missing hashes of the chain are filled in.
         """
         hits: list[Entry] = []
         if not self.enabled:
@@ -468,9 +468,7 @@ class PrefixCache:
         return self.deepest(hits)
 
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """Return the longest start of a run of entries that can be resumed and ends with an entry
-        for which `is_ready`.
-        """
+        """Return the longest start of a run of entries that can be resumed and ends with a ready entry."""
         windowed = self.tables.windowed
         if not windowed and is_ready is None:
             return run
@@ -533,8 +531,7 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
-        """Return the entry for the next block of a chain: the existing one, with missing blocks filled in, or a new
-        one.
+        """Return the entry for the next block of a chain, existing or new. Fill in the missing blocks of an existing one.
 
         A block in use replaces a cached block of the entry. Otherwise the cached block could be handed out while the
         chain continues, and the blocks published after it would be unreachable.

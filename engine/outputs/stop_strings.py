@@ -1,4 +1,4 @@
-"""Stop strings. Only they make a worker need a tokenizer.
+"""Stop strings, the only feature for which a worker needs a tokenizer.
 
 Promises: watching costs the same for each token, whatever the text before. If a tokenizer fails in any way,
 `StopStrings` and `load_vocabulary` raise an Exception of trueroll, so that other samples are not affected.

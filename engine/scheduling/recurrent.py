@@ -84,10 +84,9 @@ class StateSlots:
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
 
     def take(self) -> int | None:
-        """Take a slot for a live state; if none is free, evict the least recently used checkpoint that is not being
-        read.
+        """Take a slot for a live state, or return None if all slots are in use.
 
-        Return None if all slots are in use.
+        If no slot is free, evict the least recently used checkpoint that is not being read.
         """
         if not self._free:
             self._evict()
@@ -123,8 +122,9 @@ class StateSlots:
         self.release(slot)
 
     def make_ready(self, entry: Entry, slot: int) -> None:
-        """Turn a written, reserved slot into the checkpoint at the end of an entry's block, unless there is one
-        already.
+        """Turn a written, reserved slot into the checkpoint at the end of an entry's block.
+
+        If the entry has a checkpoint already, release the slot.
         """
         if entry in self._ready:
             self.cancel(slot)
@@ -281,8 +281,9 @@ class RecurrentStates:
         return Slots(self._taken(), self.slots.share(int(lanes.source[lane])))
 
     def cut(self, sequence: Sequence, size: int) -> int:
-        """Return how many of the next `size` tokens to compute: up to the next checkpoint, for which a slot is
-        reserved.
+        """Return how many of the next `size` tokens to compute in one chunk.
+
+        The chunk ends at the next checkpoint at the latest. A slot is then reserved for the checkpoint.
         """
         place = self._next(sequence) if self.slots.budget else 0
         if place == 0 or sequence.num_computed + size < place:

@@ -423,10 +423,9 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publish the blocks that `chunks` filled, now that their tokens are known, then release blocks behind a
-        window.
+        """Publish the blocks that `chunks` filled, then release blocks behind a window.
 
-        Sequences that have lost their blocks since are skipped.
+        The tokens of the blocks must be known. Sequences that have lost their blocks since are skipped.
         """
         cache, size = self.cache, self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
@@ -458,7 +457,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def recompute_running(self) -> None:
-        """Preempt every running sequence. All their tokens are computed again when their turn comes."""
+        """Take all blocks from every running sequence and requeue it. It is computed again when its turn comes."""
         self.stats.recomputed += len(self.running)
         for sequence in self.running.sequences.copy():
             self._suspend(sequence)

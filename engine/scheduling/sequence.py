@@ -57,13 +57,15 @@ class Sequence:
     `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index). Lower orders are served first, higher orders are preempted first.
-    `tokens`: the seen tokens. `purpose`: the samples for which tokens are drawn after the last token, or the score that
-    gets the log-probs. `claim`: the hash of the awaited block, which another sequence computes; None if the sequence
-    awaits no block. `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None
-    before. `branch`: the number of tokens found in the cache at admission, if there was no checkpoint of their state; 0
-    otherwise, and 0 once the checkpoint exists. `routes`: the experts chosen for its tokens by finished steps; None if
-    not requested. In a sequence that waits after a token was drawn, all tokens but the last have their experts. `lane`:
-    -1 if the sequence waits; a waiting sequence holds no blocks.
+    `tokens`: the seen tokens.
+    `purpose`: the samples for which tokens are drawn after the last token, or the score that gets the log-probs.
+    `claim`: the hash of the awaited block, which another sequence computes; None if the sequence awaits no block.
+    `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
+    `branch`: the number of tokens found in the cache at admission, if there was no checkpoint of their state; 0
+    otherwise, and 0 once the checkpoint exists.
+    `routes`: the experts chosen for its tokens by finished steps; None if not requested. In a sequence that waits after
+    a token was drawn, all tokens but the last have their experts.
+    `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
     """
 
     order: tuple[int, int]
@@ -220,8 +222,9 @@ class Lanes(Counters):
         self._find_sample(sequence)
 
     def expect(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> None:
-        """Count the next token of each decoding sequence, which is being drawn, unless it is the sample's last token by
-        `max_tokens`.
+        """Count the next token of each decoding sequence, which is being drawn.
+
+        A token that is the last by `max_tokens` is not counted.
         """
         goes_on = self._holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
         lanes = lanes[goes_on]
