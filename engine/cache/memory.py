@@ -62,7 +62,6 @@ class Arena(ABC):
     """Memory from which tensors are carved.
 
     `memory`: the bytes, uint8. They are zero at first, and after restoring memory that was not kept.
-
     `num_held`: the bytes of device memory held now, including alignment. Host pages count before they are touched.
     `copy_note`: the reason why `take` had to copy host pages, which takes longer than moving them; empty if it did not.
     """

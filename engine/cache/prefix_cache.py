@@ -7,7 +7,6 @@
 | `BlockIdentity` | the identity of blocks (`Chain`), the secret of their hashes, and the epoch                     |
 | `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
-compute | | `PrefixCache` | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed |
 
 Not owned here: the tensors of the blocks (`model_runner`), which sequence has which table (`sequence`), and when to
 allocate, fork or preempt (`scheduler`).
@@ -122,8 +121,8 @@ class Pool(Generic[Owner]):
     def unpublish_all(self) -> None:
         """Take all blocks from their owners.
 
-        Free blocks are handed out next, the one released first before the others: their memory has been used, while
-        other memory may never have been touched.
+        Free blocks are handed out next, in the order of their release: their memory has been used, while other memory
+        may never have been touched.
         """
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
@@ -531,7 +530,7 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
-        """Return the entry for the next block of a chain, existing or new. Fill in the missing blocks of an existing one.
+        """Return the entry for the next block of a chain, new or existing. An existing entry gets its missing blocks.
 
         A block in use replaces a cached block of the entry. Otherwise the cached block could be handed out while the
         chain continues, and the blocks published after it would be unreachable.
