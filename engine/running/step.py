@@ -1,5 +1,4 @@
-"""A step as plain arrays on the host: the tokens to compute, the places of their KV, and the draws and scores after
-them.
+"""A step as plain arrays on the host: tokens to compute, places of their KV, and the draws and scores after them.
 
 A `Step` is built once for each step. Model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A
 process with the step and the tokens of the previous step can therefore compute it. A sample takes its tokens from a
