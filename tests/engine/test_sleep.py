@@ -1,4 +1,4 @@
-"""Memory that is given back and taken again: nothing of it is lost but what was meant to be, and the bits stay."""
+"""Memory that is released and taken again: only the content that should be lost is lost, and the bits stay the same."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 WAYS = [(level, tags) for level in (1, 2) for tags in (BOTH, BOTH[:1], BOTH[1:])]
 
-# Every test of a worker on a CPU has an engine in step.
+# The tests of workers on a CPU cover engines that finish each step before the next.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 
 @pytest.fixture(params=["host", "device"])
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Memory as on the host, and as on another device."""
+    """The kind of memory: as on the host, or as on another device."""
     if request.param == "device":
         for module in (weights, model_runner):
             monkeypatch.setattr(module, "new_arena", lambda size, device, huge_pages: DeviceArena(size, device))
@@ -44,7 +44,7 @@ def all_bits(engine: Engine) -> tuple[dict, bytes]:
 
 
 def begin(engine: Engine, steps: int = 5) -> None:
-    """Requests under way: samples with tokens, and a prompt and a score that are computed in part."""
+    """Start requests: samples with tokens, and a prompt and a score that are partly computed."""
     engine.add(generate("short", tokens(20), n=3))
     for _ in range(steps):
         assert engine.step() == []
@@ -54,7 +54,7 @@ def begin(engine: Engine, steps: int = 5) -> None:
 
 
 def contents(outputs: list[Output]) -> dict:
-    """The bits of all outputs."""
+    """Return the bits of all outputs."""
     return {
         (o.request_id, getattr(o, "index", None)): (
             tuple(getattr(o, "token_ids", ())),
@@ -82,7 +82,7 @@ def test_weights_that_come_back_elsewhere_give_the_same_bits(tiny_model: Path, b
 
 
 @pytest.mark.parametrize(("level", "tags"), WAYS)
-def test_asleep_nothing_is_held_or_computed_and_awake_all_is_as_before(
+def test_a_sleep_holds_and_computes_nothing_and_waking_restores(
     tiny_llama: Path, backend: str, arena: str, level: int, tags: tuple[Tag, ...]
 ) -> None:
     engine = make_engine(tiny_llama, backend=backend)
@@ -112,7 +112,7 @@ def test_asleep_nothing_is_held_or_computed_and_awake_all_is_as_before(
     assert all_bits(engine) == old and (not before or addresses(engine) == before)
 
 
-def test_level_two_loses_the_weights(tiny_llama: Path, backend: str, arena: str) -> None:
+def test_a_sleep_of_level_two_loses_the_weights(tiny_llama: Path, backend: str, arena: str) -> None:
     engine = make_engine(tiny_llama, backend=backend)
     assert all(dense(engine, name).any() for name in engine.weights.shapes)
     engine.sleep(2, ["weights"], "recompute")
@@ -125,7 +125,7 @@ def dense(engine: Engine, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_the_deepest_sleep_counts(tiny_llama: Path, arena: str, first: int, second: int) -> None:
+def test_the_deepest_of_two_sleeps_counts(tiny_llama: Path, arena: str, first: int, second: int) -> None:
     engine = make_engine(tiny_llama)
     for level in (first, second):
         engine.sleep(level, ["weights"], "recompute")
@@ -136,7 +136,7 @@ def test_the_deepest_sleep_counts(tiny_llama: Path, arena: str, first: int, seco
         engine.step()
 
 
-def test_requests_go_on_after_the_kv_cache_slept(tiny_model: Path, backend: str, arena: str) -> None:
+def test_requests_continue_after_the_kv_cache_slept(tiny_model: Path, backend: str, arena: str) -> None:
     calm, engine = (make_engine(tiny_model, backend=backend, **CHUNKED) for _ in range(2))
     begin(calm)
     begin(engine)
@@ -212,7 +212,7 @@ def test_abort_and_drain_at_a_sleep(tiny_llama: Path, tags: tuple[Tag, ...]) -> 
     assert engine.sleep(1, tags, "drain") == []
 
 
-def test_requests_come_and_go_while_all_sleeps(tiny_llama: Path) -> None:
+def test_requests_are_added_and_aborted_during_a_sleep(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     expected = all_bits(engine)
     engine.add(generate("goes", tokens(20)))
@@ -241,13 +241,13 @@ def resident() -> int:
 
 
 def fill(engine: Engine) -> None:
-    """Uses all of the KV cache."""
+    """Use the whole KV cache."""
     for caches in executor_of(engine)._runner.memories:
         for cache in caches:
             cache.fill_(1)
 
 
-def test_a_kv_cache_takes_memory_as_it_is_used(large: Path) -> None:
+def test_a_kv_cache_takes_memory_only_as_it_is_used(large: Path) -> None:
     engine = make_engine(large, num_blocks=None, kv_memory=512 * MIB)
     caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     start = resident()
@@ -275,7 +275,7 @@ def test_resident_memory_goes_back_to_the_system(large: Path, level: int, tags: 
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_ten_cycles_grow_nothing(large: Path, level: int) -> None:
+def test_ten_sleeps_do_not_grow_memory(large: Path, level: int) -> None:
     engine, tensors = make_engine(large, num_blocks=None, kv_memory=64 * MIB), read_tensors(large)
     expected = run(engine, [generate("r", tokens(20))])["r", 0]
 
@@ -290,7 +290,7 @@ def test_ten_cycles_grow_nothing(large: Path, level: int) -> None:
         assert bits(run(engine, [generate("r", tokens(20))])["r", 0]) == bits(expected)
         return asleep
 
-    cycle()  # after which everything has been touched once
+    cycle()  # the first cycle touches everything once
     first = cycle()
     assert max(cycle() for _ in range(10)) - first < 4 * MIB
     assert engine.memory() == make_engine(large, num_blocks=None, kv_memory=64 * MIB).memory()
