@@ -81,7 +81,7 @@ def test_a_prefix_hit_ends_where_its_window_is_complete(windowed: Path, steps_ah
     assert again.num_cached_tokens == 0
     assert bits(first) == bits(again)
     [third] = run(engine, [generate("third", prompt)]).values()
-    assert third.num_cached_tokens == 96, "what was computed again can be hit again"
+    assert third.num_cached_tokens == 96, "tokens computed again can be hit again"
     check_against_scores(windowed, [again, third], prompt)
 
 
