@@ -1,4 +1,4 @@
-"""How memory is shared, by numbers that others published, and what is refused."""
+"""How memory is shared, checked with published numbers, and which configurations are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan(sizes: Sizes, available: int = 1_000_000, max_model_len: int = 1600, **
 
 
 def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
-    """LMDeploy's, with 8-bit keys and values, bfloat16 states, and tails that keep one more input."""
+    """The figures are LMDeploy's, with 8-bit keys and values, bfloat16 states, and tails that keep one more input."""
     spec = decoder(([replace(DELTA, kernel_size=5)] * 3 + [ATTENTION]) * 16)
     sizes = Sizes.of(spec, Storage(kv=1, tail=2, state=2, kv_head=4, ranks=2), 64)
     assert sizes.block == 1.015625 * MIB and sizes.state == 37.875 * MIB
@@ -40,7 +40,7 @@ def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
     assert found == pytest.approx([27_200, 337_600, 413_952], rel=0.005)
 
 
-def test_sizes_are_those_that_a_worker_stores() -> None:
+def test_sizes_equal_the_bytes_that_a_worker_stores() -> None:
     sizes = Sizes.of(decoder([DELTA, ATTENTION]), Storage.of(torch.bfloat16), 16)
     assert sizes.block == 16 * 2 * 4 * 256 * 2
     assert sizes.state == 48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2
@@ -55,16 +55,16 @@ def test_checkpoints_take_no_more_than_the_blocks_between_them() -> None:
     assert 990_000 < found.kv_bytes + found.state_bytes <= 1_000_000
 
 
-def test_live_states_are_one_for_each_sequence_and_spare_ones() -> None:
+def test_there_is_a_live_state_per_sequence_and_some_spare() -> None:
     assert plan(HYBRID).live_states == 5
     assert plan(HYBRID, max_num_seqs=32).live_states == 36
 
 
-def test_a_model_without_states_has_blocks_alone() -> None:
+def test_a_model_without_states_has_only_blocks() -> None:
     assert plan(DENSE) == MemoryPlan(DENSE, 1000)
 
 
-def test_layers_of_one_window_are_a_group() -> None:
+def test_layers_with_the_same_window_form_a_group() -> None:
     local, wide = replace(ATTENTION, window=1024), replace(ATTENTION, window=4096)
     one = 16 * 2 * 4 * 256 * 2
     mixed = decoder([local, ATTENTION, local, wide])
@@ -75,16 +75,16 @@ def test_layers_of_one_window_are_a_group() -> None:
     assert Sizes.of(alone, Storage.of(torch.bfloat16), 16) == Sizes(16, 2 * one, 0)
 
 
-def test_a_window_has_what_sequences_need_and_a_share_for_prefixes() -> None:
+def test_a_window_has_blocks_for_sequences_and_for_prefixes() -> None:
     found = plan(WINDOWED, available=10_000_000, max_num_batched_tokens=32)
     running = 4 * (4 + 1) + 2 * 2
     assert found.window_blocks == (running + -(-found.num_blocks // 4),)
     assert found.pools == [(found.num_blocks, 1000), (*found.window_blocks, 5000)]
     assert 9_990_000 < found.kv_bytes <= 10_000_000
-    assert found.num_blocks > 2 * 10_000_000 // 6000, "more tokens than if all layers kept them all"
+    assert found.num_blocks > 2 * 10_000_000 // 6000, "more tokens than if all layers kept all of them"
 
 
-def test_a_window_has_no_more_blocks_than_there_are_without() -> None:
+def test_a_window_has_at_most_the_blocks_of_layers_without() -> None:
     found = plan(WINDOWED, kv_memory_fraction=None, num_blocks=12)
     assert (found.num_blocks, found.window_blocks, found.kv_bytes) == (12, (12,), 72_000)
 
@@ -113,7 +113,7 @@ def test_settings_are_kept() -> None:
     assert (given.num_blocks, given.checkpoints) == (40, 5)
 
 
-def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
+def test_by_default_there_are_only_blocks_that_sequences_can_use() -> None:
     assert plan(DENSE, available=10**9, kv_memory_fraction=None).num_blocks == 4 * 100
 
 
@@ -135,7 +135,7 @@ def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any], message: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(HYBRID, **settings)
 

@@ -21,9 +21,7 @@ EVERY_4 = Intervals(4, 0)
 
 
 class HybridDriver(Driver):
-    """A driver of a model with recurrent layers. `states`: the content of each slot, the last token
-    that went into it.
-    """
+    """A driver of a model with recurrent layers. `states`: for each slot, the last token that went into it."""
 
     def __init__(
         self,
