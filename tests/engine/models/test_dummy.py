@@ -1,4 +1,4 @@
-"""Models from a configuration alone: the shipped configurations are those of their models, the weights are usable."""
+"""Dummy models: the shipped configurations describe their models, and the random weights are usable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trueroll.kernels.specs import AttentionSpec
 from ..drive import bits, generate, run, tokens
 
 
-# The numbers of parameters are those that their publisher gives.
+# The expected numbers of parameters are published with the models.
 @pytest.mark.parametrize(
     ("name", "architecture", "num_parameters", "heads", "max_position_embeddings"),
     [
@@ -33,7 +33,7 @@ from ..drive import bits, generate, run, tokens
         ("qwen3-0.6b", "Qwen3ForCausalLM", 596_049_920, (16, 8, 128), 40960),
     ],
 )
-def test_shipped_configurations(
+def test_shipped_configurations_describe_their_models(
     name: str, architecture: str, num_parameters: int, heads: tuple[int, int, int], max_position_embeddings: int
 ) -> None:
     folder = find_config(name)

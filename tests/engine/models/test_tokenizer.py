@@ -1,4 +1,4 @@
-"""Tokenizers made to harm: none is used that takes time or memory out of proportion."""
+"""Hostile tokenizers: none is used that takes time or memory out of proportion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         sequence(replace("[0-9]", "x", "Regex"), replace("\u2581", "")),
     ],
 )
-def test_decoders_in_use_are_taken(decoder: dict[str, Any]) -> None:
+def test_decoders_in_wide_use_are_accepted(decoder: dict[str, Any]) -> None:
     check_decoder(decoder)
 
 
@@ -69,7 +69,7 @@ def test_decoders_out_of_proportion_are_refused(decoder: dict[str, Any], found: 
 
 
 def changed(tiny_llama: Path, folder: Path, **settings: Any) -> Path:
-    """A copy of a model's folder with another tokenizer.json."""
+    """Return a copy of a model's folder with a changed tokenizer.json."""
     shutil.copytree(tiny_llama, folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
