@@ -119,7 +119,7 @@ class HostArena(Arena):
         try:
             self._mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"expected {num_bytes} bytes of memory: {error}") from None
+            raise MemoryError(f"cannot get {num_bytes} bytes of memory: {error}") from None
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         # Huge pages begin at multiples of their size, and move as a whole only if source and destination do.
         start = -whole.data_ptr() % HUGE_PAGE

@@ -113,7 +113,7 @@ def _read_token(path: Path) -> str | None:
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
         raise ModelError(
-            f"{path}: expected eos_token to be a string or a map with its content, found {brief(found)}; save the "
+            f"{path}: eos_token must be a string or a map with its content (got {brief(found)}); save the "
             "tokenizer again"
         )
     return token

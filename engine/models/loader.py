@@ -134,8 +134,8 @@ def _download(name: str) -> Path:
     repository, at, revision = name.removeprefix(HUB).partition("@")
     if not _ON_HUB.match(repository) or bool(at) != bool(revision):
         raise ModelError(
-            f"{name}: expected {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, with the revision a commit, a tag or a branch, "
-            "found another form; correct it"
+            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
+            "revision is a commit, a tag or a branch"
         )
     try:
         folder = snapshot_download(
@@ -274,7 +274,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         raise no_weights(folder)
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index}: expected a weight_map of tensors to files; save the model again")
+        raise ModelError(f"{index}: there is no weight_map of tensors to files; save the model again")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise ModelError(f"{index}: expected at most {MAX_FILES} files, found {len(names)}; save it in fewer")
@@ -296,8 +296,8 @@ def _check_headers(folder: Path, files: Sequence[Path]) -> None:
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: expected headers of at most {MAX_HEADER_BYTES} bytes in its safetensors, found {num_bytes}; no "
-            "supported model needs so many; check the origin of the folder"
+            f"{folder}: its safetensors have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no supported model "
+            "needs so many; check the origin of the folder"
         )
 
 

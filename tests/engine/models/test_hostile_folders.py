@@ -179,14 +179,14 @@ def header_of(file: Path, more: int) -> bytes:
 def test_a_header_out_of_proportion_is_refused(folder: Path) -> None:
     content, header = (folder / SINGLE).read_bytes(), header_of(folder / SINGLE, 2**24)
     write_safetensors(folder / SINGLE, header, content[8 + len(header) - 2**24 :])
-    assert "expected headers of at most 16777216 bytes in its safetensors, found 1677" in refusal(folder)
+    assert "headers of 1677" in (message := refusal(folder)) and "bytes (limit 16777216)" in message
 
 
 def test_headers_out_of_proportion_together_are_refused(folder: Path) -> None:
     for file in (names := ("1.safetensors", "2.safetensors")):
         write_safetensors(folder / file, b"{}" + b" " * (9 * 2**20))
     shard(folder, *names)
-    assert "expected headers of at most 16777216 bytes in its safetensors, found 1887" in refusal(folder)
+    assert "headers of 1887" in (message := refusal(folder)) and "bytes (limit 16777216)" in message
 
 
 @pytest.mark.parametrize("length", [2**63, 2**24 + 1, 1000])
