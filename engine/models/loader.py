@@ -296,8 +296,8 @@ def _check_headers(folder: Path, files: Sequence[Path]) -> None:
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: its safetensors have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no supported model "
-            "needs so many; check the origin of the folder"
+            f"{folder}: its safetensors have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no supported "
+            "model needs so many; check the origin of the folder"
         )
 
 

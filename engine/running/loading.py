@@ -294,7 +294,7 @@ def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len must be at most {limit}, the model's trained length (got {config.max_model_len})"
+            f"max_model_len must be at most {limit}, which the model was trained for (got {config.max_model_len})"
         )
     return config.max_model_len or limit
 
