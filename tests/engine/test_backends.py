@@ -39,7 +39,7 @@ def test_auto_takes_the_native_kernels(tiny_model: Path, native_library: Library
     assert engine.info.isa == native_library.instruction_set()
 
 
-def test_a_backend_that_is_asked_for_is_used(tiny_llama: Path, backend: str) -> None:
+def test_a_requested_backend_is_used(tiny_llama: Path, backend: str) -> None:
     assert chosen(make_engine(tiny_llama, backend=backend)) == (backend, "")
 
 

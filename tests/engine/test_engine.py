@@ -157,7 +157,7 @@ def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str, backend
     assert all(top_bits(found[key]) == top_bits(expected[key]) for key in with_tops)
 
 
-def test_a_thousand_requests_in_a_tenth_of_the_blocks(tiny_llama: Path) -> None:
+def test_a_thousand_requests_finish_in_a_tenth_of_the_blocks(tiny_llama: Path) -> None:
     rng = np.random.default_rng(1)
     requests = [
         generate(str(i), tokens(int(rng.integers(1, 40)), seed=i), seed=i, max_tokens=int(rng.integers(1, 70)))
@@ -346,7 +346,7 @@ def test_without_prefix_caching_nothing_is_shared_between_requests(tiny_llama: P
     assert bits(run(warm, [generate("b", prompt)])["b", 0]) == bits(samples["b", 0])
 
 
-def test_the_end_of_a_sample(tiny_llama: Path) -> None:
+def test_stop_tokens_and_max_tokens_end_a_sample(tiny_llama: Path) -> None:
     engine, prompt = make_engine(tiny_llama), tokens(20)
     free = run(engine, [generate("r", prompt, max_tokens=40)])["r", 0]
     stop = int(free.token_ids[7])

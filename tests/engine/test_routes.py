@@ -185,7 +185,7 @@ def test_requests_for_one_record_wait_for_one_computation(mixture: LoadedModel) 
         Truth(mixture).check(prompt, samples[str(i), 0])
 
 
-def test_samples_of_a_group_and_requests_that_join_it(loaded: LoadedModel) -> None:
+def test_a_group_and_requests_that_join_it_share_a_record(loaded: LoadedModel) -> None:
     engine, prompt, truth = engine_of(loaded), tokens(30), Truth(loaded)
     engine.add(asked("group", prompt, n=4))
     engine.step()

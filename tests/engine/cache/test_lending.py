@@ -134,5 +134,5 @@ def test_too_much_memory_to_lend_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0-2,5\n", {0, 1, 2, 5}), ("3\n", {3}), ("\n", set())])
-def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
+def test_a_list_of_cpus_is_parsed(text: str, cpus: set[int]) -> None:
     assert lending._cpus(text) == cpus

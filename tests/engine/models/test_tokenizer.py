@@ -82,7 +82,7 @@ def test_a_worker_does_not_use_a_decoder_that_doubles_a_letter_30_times(tiny_lla
         load_vocabulary(path.parent)
 
 
-def test_a_token_of_any_length_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_token_that_is_too_long_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     path = changed(tiny_llama, tmp_path / "model", added_tokens=[{"id": 600, "content": "x" * 4097, **flags}])
     with pytest.raises(ModelError, match="a token has 4097 characters, more than 4096"):
@@ -114,7 +114,7 @@ def test_a_trial_ends_within_its_limits_and_leaves_no_process(
     assert psutil.Process().children() == before
 
 
-def test_a_trial_that_succeeds_changes_nothing_here() -> None:
+def test_a_successful_trial_changes_nothing_in_this_process() -> None:
     done: list[int] = []
     attempt(lambda: done.append(1))
     assert done == []

@@ -104,7 +104,7 @@ def test_without_a_prefix_cache_a_budget_of_checkpoints_takes_no_memory() -> Non
     assert plan(HYBRID, enable_prefix_caching=False, state_budget=100) == plan(HYBRID, enable_prefix_caching=False)
 
 
-def test_settings_are_kept() -> None:
+def test_a_plan_follows_explicit_settings() -> None:
     found = plan(HYBRID, state_interval=64, state_budget=7)
     assert (found.state_interval, found.checkpoints) == (64, 7)
     assert found.num_blocks == (1_000_000 - 12 * 5000) // 1000
