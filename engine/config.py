@@ -55,7 +55,7 @@ class EngineConfig(BaseModel):
     For models with recurrent layers: `state_interval`: tokens between the state checkpoints of a prompt, from which
     prefixes are resumed; None: an interval at which checkpoints take no more memory than the blocks between them.
     `decode_state_interval`: the same interval while decoding; 0: no checkpoints. `state_budget`: the most checkpoints
-    that are held; None: as many as the blocks have intervals.
+    that are held; None: one per `state_interval` tokens of the blocks.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: threads of torch; None: torch's
     choice.

@@ -68,7 +68,7 @@ def smollm2_folder() -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Raise ModelError if `path` or its link target belongs to another user than root, or others can write to it."""
+    """Raise ModelError unless `path` and its link target belong to this user or root, and no other can write to it."""
     user = os.geteuid()
     for status in (path.lstat(), path.stat()):
         is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link means nothing
