@@ -220,7 +220,7 @@ class FakeEngine:
                 limit=VOCAB_SIZE - 1,
             )
         if len(tokens) + ((request.params.max_tokens or 1) if is_group else 0) > MAX_MODEL_LEN:
-            text = f"length: expected at most max_model_len = {MAX_MODEL_LEN}"
+            text = f"length: prompt and max_tokens together exceed max_model_len = {MAX_MODEL_LEN} tokens"
             raise InvalidRequestError(text, field=field, limit=MAX_MODEL_LEN)
         assert request.id not in self._open
         if is_group:
