@@ -279,7 +279,7 @@ def test_prompts_share_blocks_only_for_the_same_content(tiny_llama: Path) -> Non
     assert cached == [0, 64, 192, 192, 64]
     together = [replace(generate(str(i), prompt), spans=spans) for i, spans in enumerate((one, one, other))]
     fresh = run(make_engine(tiny_llama), together)
-    assert [fresh[str(i), 0].num_cached_tokens for i in range(3)] == [0, 200, 64], "only the second one joined"
+    assert [fresh[str(i), 0].num_cached_tokens for i in range(3)] == [0, 200, 64], "only the second request joined"
     whole = ScoreRequest("s", prompt, spans=other)
     engine.add(whole)
     [scored] = drain(engine)
@@ -333,7 +333,7 @@ def test_running_requests_survive_invalidation(tiny_llama: Path) -> None:
     while engine.has_unfinished:
         engine.invalidate_prefix_cache()
         found |= {(o.request_id, o.index): o for o in samples_of(engine.step())}
-    assert engine.stats().steps > 10, "the cache was invalidated many times on the way"
+    assert engine.stats().steps > 10, "the cache was invalidated many times meanwhile"
     assert {k: bits(s) for k, s in found.items()} == {k: bits(s) for k, s in expected.items()}
 
 

@@ -82,7 +82,7 @@ def test_each_fed_token_has_the_experts_that_the_model_chose(mixture: LoadedMode
     [sample] = run(engine_of(mixture), [asked("r", prompt)]).values()
     found, fed = sample.routed_experts, whole(prompt, sample)[:-1]
     assert found is not None and found.dtype == np.uint8 and found.shape == (21 + 11, len(spec.experts), 3)
-    assert (np.diff(found.astype(int)) > 0).all(), "ascending"
+    assert (np.diff(found.astype(int)) > 0).all(), "ids are in ascending order"
     assert {*found.flat} == {*range(8)}, "premise: each expert is chosen somewhere"
     runner, count = ModelRunner(mixture.model, [1], 64), torch.arange(len(fed))
     pages = Pages(count, AttentionBatch([0, len(fed)], [len(fed)], torch.zeros(1, 1, dtype=torch.int64)))
@@ -155,7 +155,7 @@ def test_entries_without_a_record_get_one_when_computed_again(loaded: LoadedMode
     assert engine._scheduler.cache._index.keys() == index.keys(), "the same prefix hits"
     assert engine.memory()["routed_experts"] == len(index) * BLOCK * engine.info.route_bytes
     [second] = run(engine, [asked("second", prompt)]).values()
-    assert second.num_cached_tokens == 32, "the record is there"
+    assert second.num_cached_tokens == 32, "the record exists"
     for sample in (first, second):
         assert bits(sample) == bits(plain)
         truth.check(prompt, sample)
@@ -192,7 +192,7 @@ def test_a_group_and_requests_that_join_it_share_a_record(loaded: LoadedModel) -
     for request in (asked("joins", prompt, seed=9), generate("does not", prompt, seed=9)):
         engine.add(request)
     samples = {(o.request_id, o.index): o for o in drain(engine) if isinstance(o, SampleOutput)}
-    assert samples["joins", 0].num_cached_tokens == 30, "premise: it joined"
+    assert samples["joins", 0].num_cached_tokens == 30, "premise: the request joined"
     assert samples["does not", 0].routed_experts is None
     assert len({sample.token_ids[0] for sample in samples.values()}) > 1, "premise: the samples diverge"
     for key, sample in samples.items():

@@ -108,7 +108,7 @@ def test_a_sleep_holds_and_computes_nothing_and_waking_restores(
     hits = engine.stats().prefix_hits
     engine.add(generate("again", tokens(40)))
     drain(engine)
-    assert engine.stats().prefix_hits == hits, "prefixes are forgotten"
+    assert engine.stats().prefix_hits == hits, "cached prefixes are dropped"
     assert all_bits(engine) == old and (not before or addresses(engine) == before)
 
 
@@ -253,7 +253,7 @@ def test_a_kv_cache_takes_memory_only_as_it_is_used(large: Path) -> None:
     start = resident()
     for cache in caches:
         cache[:: 2 * MIB // cache[0].nbytes] = 1
-    assert sum(cache.any(dim=(1, 2, 3)).sum() for cache in caches) == 256, "far apart"
+    assert sum(cache.any(dim=(1, 2, 3)).sum() for cache in caches) == 256, "one block per huge page is written"
     assert 256 * 4096 <= resident() - start < 64 * MIB
 
 
@@ -264,14 +264,14 @@ def test_resident_memory_goes_back_to_the_system(large: Path, level: int, tags: 
     before = resident()
     fill(engine)
     full = resident()
-    assert full - before > 0.9 * 128 * MIB, "the cache was empty, and is full"
+    assert full - before > 0.9 * 128 * MIB, "the cache was empty and is full now"
     engine.sleep(level, tags, "recompute")
     gone = full - resident()
     expected = 128 * MIB if "kv_cache" in tags else 0
     expected += engine.info.weight_bytes if level == 2 and "weights" in tags else 0
     assert abs(gone - expected) < 0.03 * (128 * MIB + engine.info.weight_bytes)
     engine.wake_up(tags)
-    assert full - resident() >= 0.97 * gone, "waking takes nothing before it is used"
+    assert full - resident() >= 0.97 * gone, "waking up takes no memory before it is used"
 
 
 @pytest.mark.parametrize("level", [1, 2])

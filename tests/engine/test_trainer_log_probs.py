@@ -52,9 +52,9 @@ def roll_out(
     params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top, return_routed_experts=routes)
     requests = [generate(str(i), p, **params, max_tokens=20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
     samples = run(engine, requests)
-    assert engine.stats().preemptions > 2, "premise: preempted"
+    assert engine.stats().preemptions > 2, "premise: samples were preempted"
     cached = [(sample.num_cached_tokens, len(prompts[int(id)])) for (id, _), sample in samples.items()]
-    assert any(0 < hit < length for hit, length in cached), "premise: prompts partly from the cache"
+    assert any(0 < hit < length for hit, length in cached), "premise: prompts were partly cached"
     return [(prompts[int(id)], sample) for (id, _), sample in samples.items()]
 
 
@@ -183,7 +183,7 @@ def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> No
     prompts = [tokens(3, vocab_size=64), tokens(5, vocab_size=64)]
     requests = [generate(str(i), p, n=2, temperature=TEMPERATURE, max_tokens=3) for i, p in enumerate(prompts)]
     samples = [sample for request in requests for sample in run(engine, [request]).values()]
-    assert samples[2].num_cached_tokens == 2, "premise: a prompt partly from the cache"
+    assert samples[2].num_cached_tokens == 2, "premise: a prompt was partly cached"
     rollout = list(zip((prompts[0], prompts[0], prompts[1], prompts[1]), samples, strict=True))
     model = trainer_model(folder, "bfloat16")
     align(model, "triton")
@@ -262,7 +262,7 @@ def test_a_trainer_can_ask_whether_it_computes_like_a_worker(
         assert computes_alike(masters, served)
     if backend == "cpu":
         native_library.choose("portable")
-        assert not computes_alike(rounded, served), "another instruction set"
+        assert not computes_alike(rounded, served), "the instruction sets differ"
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)

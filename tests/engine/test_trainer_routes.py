@@ -120,7 +120,7 @@ def test_replaying_routes_lowers_the_mismatch_of_a_plain_trainer(tmp_path: Path)
     lengths = [len(row) for row in sequences(rollout)]
     routes = torch.cat([part[:-1] for part in recorded(rollout).split(lengths)])
     flipped = (chosen != routes).any(-1).float().mean()
-    assert 0.0 < flipped < 0.5, "premise: some routers chose otherwise"
+    assert 0.0 < flipped < 0.5, "premise: some routers chose other experts"
     found, _ = plain_log_probs(model, rollout, replay=True)
     assert largest_gap(found, rollout) < largest_gap(own, rollout) / 4
     align(model, "reference")

@@ -49,7 +49,7 @@ def test_a_sequence_holds_a_window_a_chunk_and_a_block(windowed: Path, steps_ahe
         outputs += engine.step()
         held += [len(blocks) * BLOCK for blocks in window_tables(engine)]
         engine.check_integrity()
-    assert engine.stats().computed_tokens == 8 * WINDOW + 39, "premise: it is longer than 8 windows"
+    assert engine.stats().computed_tokens == 8 * WINDOW + 39, "premise: the sequence is longer than 8 windows"
     assert WINDOW <= max(held) <= WINDOW + (1 + steps_ahead) * CHUNK + BLOCK
     check_against_scores(windowed, outputs)
 
@@ -62,7 +62,7 @@ def test_a_prefix_hit_reads_the_window_before_it(windowed: Path, steps_ahead: in
     assert bits(first) == bits(again)
     turn = np.concatenate((PROMPT, np.array(first.token_ids, np.int32)))
     [next_turn] = run(engine, [generate("turn", turn, max_tokens=9)]).values()
-    assert next_turn.num_cached_tokens == 288, "all but the last blocks of the first turn"
+    assert next_turn.num_cached_tokens == 288, "all blocks of the first turn but the last are hit"
     check_against_scores(windowed, [next_turn], turn)
 
 

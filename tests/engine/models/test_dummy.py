@@ -75,7 +75,7 @@ def test_weights_are_random_and_always_the_same(any_model: Path, backend: str) -
     others = [weight for name, weight in weights.items() if "norm" not in name]
     assert norms and all(norm.eq(0 if "gemma" in any_model.name else 1).all() for norm in norms)
     assert all(0.9 < x.std() * x.shape[1] ** 0.5 < 1.1 for x in others if x.dim() == 2)
-    assert len({x.flatten()[0].item() for x in others}) == len(others), "no two are the same"
+    assert len({x.flatten()[0].item() for x in others}) == len(others), "no two weights are the same"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -204,4 +204,6 @@ def test_weights_stored_in_another_dtype_are_warned_of(
     [message] = caplog.messages
     assert re.search(warning, message), message
     caplog.clear()
-    assert load(folder, dtype="float32").dtype_name == "float32" and not caplog.messages, "asked for"
+    assert load(folder, dtype="float32").dtype_name == "float32" and not caplog.messages, (
+        "no warning if the dtype is requested"
+    )

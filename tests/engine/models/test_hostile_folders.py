@@ -263,4 +263,4 @@ def test_many_small_tensors_do_not_parse_the_header_many_times(tmp_path: Path, m
     destinations = {name: torch.empty(4) for name in tensors}
     copy_checkpoint(check_checkpoint(tmp_path, destinations, ignored=()), destinations)
     assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
-    assert len(opened) == 2, "to check, and to copy"
+    assert len(opened) == 2, "opened once to check and once to copy"

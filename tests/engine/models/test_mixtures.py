@@ -85,7 +85,7 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
         patch.setattr(ours.model.ops, "route", seen)
         ours.logits(ids)
     margin = torch.cat(margins)
-    assert margin.median() < 0.01 and margin.min() > 2e-5, "near ties, but none within what rounding changes"
+    assert margin.median() < 0.01 and margin.min() > 2e-5, "near ties, but none as close as rounding errors"
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

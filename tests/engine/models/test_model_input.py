@@ -102,4 +102,4 @@ def test_text_beside_an_image_rotates_as_in_transformers(tmp_path: Path, backend
     found = forward(model, positions, EmbeddedRows(places, rows))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     plain = forward(model, torch.arange(LEN), EmbeddedRows(places, rows))
-    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "premise: the positions count"
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "premise: the positions matter"

@@ -341,9 +341,9 @@ def test_no_request_loads_a_tokenizer(own_llama: Path, monkeypatch: pytest.Monke
     stand = Stand({})
     monkeypatch.setattr(tokenizer_module, "Tokenizer", stand)
     engine = make_engine(own_llama)
-    assert stand.num_loads == 1, "while the engine was made"
+    assert stand.num_loads == 1, "loaded while the engine was made"
     samples = run(engine, [generate(id, tokens(20), stop=["z"]) for id in ("a", "b")])
     assert len(samples) == 2 and all(sample.finish_reason == "length" for sample in samples.values())
     assert stand.num_loads == 1
     make_engine(own_llama)
-    assert stand.num_loads == 1, "engines of one folder share it"
+    assert stand.num_loads == 1, "engines of one folder share a tokenizer"

@@ -155,7 +155,7 @@ def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: 
     expected = serve(make_engine(False, **settings), mixed_requests())
     assert log == []
     assert serve(make_engine(True, **settings), mixed_requests()) == expected
-    assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
+    assert log.count("replay") > 4, "forward passes, and at least the draws of the longest request"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -240,8 +240,8 @@ def test_the_forward_pass_is_replayed_whatever_is_drawn(
     )
     del log[:]
     assert serve_all(engine, requests) == expected
-    assert [len(step.token_ids) for step in computed] == [12], "the prompts alone"
-    assert log.count("replay") == 3 * (2 if "logprobs" in params else 1), "plain draws are replayed as well"
+    assert [len(step.token_ids) for step in computed] == [12], "only the prompts are computed without a graph"
+    assert log.count("replay") == 3 * (2 if "logprobs" in params else 1), "plain draws are replayed, too"
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,7 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs = graphs_of(engine)[4]
     inputs = graphs.inputs
-    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
-        "premise: three rows of four were filled"
-    )
+    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], "premise: three of four rows are filled"
     caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
@@ -327,7 +325,9 @@ def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs, slots = graphs_of(engine)[4], engine.info.num_slots
     states = graphs.inputs.states
-    assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
+    assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], (
+        "premise: three of four rows are filled"
+    )
     (memory, tails), *_ = executor_of(engine)._runner.memories
     assert len(memory) == len(tails) == slots + 1
     before = memory[:slots].clone(), tails[:slots].clone()
@@ -335,7 +335,7 @@ def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None
         states.copy_(states[:, 3:].clone().expand_as(states))
         memory[slots] = torch.nan
         graphs.forward.replay()
-    assert memory[slots].isfinite().all(), "premise: it was written"
+    assert memory[slots].isfinite().all(), "premise: the slot was written"
     for found, was in zip((memory, tails), before, strict=True):
         assert torch.equal(found[:slots].view(torch.int16), was.view(torch.int16))
 

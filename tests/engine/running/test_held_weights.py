@@ -154,7 +154,9 @@ def test_an_aligned_model_computes_with_the_held_dtype(fine: Path) -> None:
     wide = fine_model(fine).float()
     align(wide)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert token_log_probs(wide, ids)[0, 1:].numpy().tobytes() == expected, "as a worker rounds float32 parameters"
+        assert token_log_probs(wide, ids)[0, 1:].numpy().tobytes() == expected, (
+            "a worker rounds float32 parameters in the same way"
+        )
 
 
 def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> None:

@@ -47,7 +47,7 @@ def test_sizes_equal_the_bytes_that_a_worker_stores() -> None:
 
 
 def test_checkpoints_take_no_more_than_the_blocks_between_them() -> None:
-    assert HYBRID.interval == 8 * 16, "8 blocks are the first power of two that 5,000 bytes fit into"
+    assert HYBRID.interval == 8 * 16, "8 is the first power of two of blocks with at least 5,000 bytes"
     found = plan(HYBRID)
     assert found.state_interval == 128
     assert found.checkpoints == found.num_blocks // 8

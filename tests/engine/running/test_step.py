@@ -112,7 +112,7 @@ def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None
     of_prompts = [(1, SAMPLE, 1, 4), (1, SAMPLE, 2, 4), (7, SAMPLE, 3, 4)]
     assert columns(step.draws) == [*of_decode, (8, SAMPLE, 8, 5), *of_prompts]
     assert step.draws.lanes.tolist() == [NO_LANE] * 3 + [single.lane] + [NO_LANE] * 2 + [begins.lane]
-    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "up to the third token"
+    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "banned up to the third token"
     assert takers.num_decode_draws == 4 and list(takers.prompts) == [(0, range(2, 4)), (2, range(4, 5))]
 
 

@@ -84,7 +84,7 @@ def test_free_memory_is_measured_beside_the_largest_step_and_all_graphs(model: P
     before, after = events[: events.index("look")], events[events.index("look") + 1 :]
     captures = [("capture", size) for size in (4, 4, 2, 2, 1, 1)]
     assert [event for event in before if event[0] == "capture"] == captures
-    assert before[-1] == ("forward", 24, 1), "on a KV cache of one block"
+    assert before[-1] == ("forward", 24, 1), "computed on a KV cache of one block"
     assert [event for event in after if event[0] == "capture"] == captures
     assert {event[2] for event in after if event[0] == "forward"} == {900 + 1}
     assert engine.info.warm_up_seconds > 0

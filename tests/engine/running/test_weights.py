@@ -89,7 +89,7 @@ def test_after_a_commit_the_engine_equals_a_fresh_one(
     engine, fresh = make_engine(tiny_model, **settings), make_engine(newer, **settings)
     old, expected = all_bits(engine), all_bits(fresh)
     hits = engine.stats().prefix_hits
-    assert all_bits(engine) == old != expected and engine.stats().prefix_hits > hits, "prefixes are hot"
+    assert all_bits(engine) == old != expected and engine.stats().prefix_hits > hits, "premise: prefixes are cached"
     hits, cold_hits = engine.stats().prefix_hits, fresh.stats().prefix_hits
     before, memory = addresses(engine), engine.memory()
 

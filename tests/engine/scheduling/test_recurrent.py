@@ -171,7 +171,7 @@ def test_decodes_take_checkpoints_if_configured() -> None:
     assert driver.checkpoints() == [10, 12, 16]
     again = driver.add([*sequence.tokens], [1])
     driver.drain()
-    assert again.num_cached_tokens == 16, "a next turn"
+    assert again.num_cached_tokens == 16, "the next turn resumes from the decoded tokens"
 
 
 def test_without_a_budget_nothing_is_reused_and_all_is_computed() -> None:
