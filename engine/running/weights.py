@@ -3,7 +3,7 @@
 Owns the arena of the weights, and through it the arenas of stagings. While adapters are merged into the weights, also
 owns the weights as they were before (`AdapterBase`). Does not know where new weights come from, which version they
 have, or what happens to requests and the KV cache; that is up to the engine. Workers of one `kin` may share the memory
-of a staging. Each of them makes it its live weights by its own commit.
+of a staging. Each worker turns it into its live weights by a commit of its own.
 
 Promises: the addresses of live weights never change on a host. Until the commit nothing is written to the live weights,
 unless the staging is in place. A commit that raises has changed nothing. `new_staging` may be called, and a staging may
@@ -105,7 +105,7 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow, or empty if they are not or before the first commit."""
+        """The reason why commits are slow; empty if they are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
@@ -259,8 +259,8 @@ class WeightStaging:
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Accept adapters: `rows` also takes A and B of these weights from now on, and `merge` adds them.
 
-        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: whether adapters are added to the live
-        weights as they were before adapters, or to staged rows.
+        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: add the adapters to the live weights as
+        they were before adapters, instead of to staged rows.
 
         Raise ValueError if the staging is in place, or if `alone` and the live weights are incomplete.
         """
