@@ -1,7 +1,7 @@
-"""Takes requests in: checks them, makes their samples, and finds or makes the sequence that computes their prompt.
+"""Admission of requests: check them, open their samples, and find or create the sequence that computes their prompt.
 
-Owns what a request must be to be served, and the order of arrival. A request that is refused has changed nothing; one
-that is accepted is in the ledger and in the scheduler.
+Owns the conditions under which a request can be served, and the order of arrival. A refused request has changed
+nothing. An accepted request is in the ledger and in the scheduler.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from .scheduling.sequence import Generation, Sequence
 
 
 class Admission:
-    """Adds requests to `ledger` and `scheduler`. `model`: the model's folder, whose tokenizer serves to find stop
-    strings. `num_added`: how many requests were added so far. `joined_tokens`: the tokens of prompts that another
-    request was computing already.
+    """Adds requests to `ledger` and `scheduler`.
+
+    `model`: the model's folder; its tokenizer finds stop strings. `num_added`: the number of requests added so far.
+    `joined_tokens`: prompt tokens of requests that joined the running computation of the same prompt.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Admission:
         self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
 
     def add(self, request: Request) -> None:
-        """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
+        """Accept a request. Raise InvalidRequestError, with nothing changed, if it could never be served."""
         if request.id in self._ledger.open:
-            text = f"request id: expected one that is not running, found {request.id!r} running"
+            text = f"request id {request.id!r} is already in use by a running request"
             raise InvalidRequestError(text, field="id", value=request.id)
         if isinstance(request, ScoreRequest):
             self._add_score(request)
@@ -70,11 +71,11 @@ class Admission:
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with its `max_tokens`. Raise InvalidRequestError for what cannot be served."""
+        """Return the request with `max_tokens` set. Raise InvalidRequestError if it cannot be served."""
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
-            text = "seed: expected a number, found None; give one, such as `seed_of` the request"
+            text = "seed is None; give a number, such as `seed_of` the request"
             raise InvalidRequestError(text, field="seed")
         assert params.max_tokens is not None
         num_tokens = num_prompt_tokens + params.max_tokens
@@ -116,12 +117,12 @@ class Admission:
             try:
                 watch.feed_prior(request.prompt_token_ids[-num_prior:].tolist())
             except TokenizerError as error:
-                text = f"stop: expected the text of the prior tokens, found that {error}"
+                text = f"stop: cannot decode the prior tokens: {error}"
                 raise InvalidRequestError(text, field="stop") from None
         return watch
 
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
-        """What computes the prompt for a request's samples: a sequence that does so already, or a new one."""
+        """Return the sequence that computes the prompt: one that already does so for another request, or a new one."""
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
         running = self._prompts.find(prompt, chain)
@@ -161,7 +162,7 @@ class Admission:
         self, field: str, token_ids: np.ndarray, spans: tuple[ContentSpan, ...], minimum: int, num_tokens: int
     ) -> None:
         if (found := len(token_ids)) < minimum:
-            text = f"token ids: expected at least {minimum}, found {found}"
+            text = f"token ids: at least {minimum} required (got {found})"
             raise InvalidRequestError(text, field=field, value=found, limit=minimum)
         _check_vocabulary(field, "token ids", token_ids, self._info)
         check_length(field, found, num_tokens - found, self._info.max_model_len)
@@ -170,7 +171,7 @@ class Admission:
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
-    """The tokenizer of a model folder; if it has none, the text of the error for requests with stop strings."""
+    """Return the vocabulary of a model folder, or the error text for requests with stop strings if there is none."""
     try:
         return load_vocabulary(folder)
     except InvalidRequestError as error:
@@ -184,14 +185,14 @@ def _ending_tokens(params: SamplingParams, info: EngineInfo) -> frozenset[int]:
 def _check_prior(request: GenerateRequest) -> None:
     if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
         raise InvalidRequestError(
-            f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}",
+            f"num_prior_tokens must be at most {most}, the length of the prompt (got {request.num_prior_tokens})",
             field="num_prior_tokens",
             value=request.num_prior_tokens,
             limit=most,
         )
     if request.num_prior_tokens and request.params.n > 1:
         raise InvalidRequestError(
-            f"num_prior_tokens: expected n = 1, as it is one sample that goes on, found n = {request.params.n}",
+            f"num_prior_tokens continues one sample and requires n = 1 (got n = {request.params.n})",
             field="n",
             value=request.params.n,
             limit=1,
@@ -202,7 +203,7 @@ def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: Engine
     outside = token_ids[(token_ids < 0) | (token_ids >= info.vocab_size)]
     if len(outside):
         raise InvalidRequestError(
-            f"{what}: expected ids in [0, {info.vocab_size}), found {outside[0]}; use the model's own tokenizer",
+            f"{what} must be in [0, {info.vocab_size}) (got {outside[0]}); use the model's own tokenizer",
             field=field,
             value=int(outside[0]),
             limit=info.vocab_size - 1,
@@ -212,8 +213,7 @@ def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: Engine
 def _check_top_logprobs(k: int | None, info: EngineInfo) -> None:
     if k is not None and k > info.vocab_size:
         raise InvalidRequestError(
-            f"top_logprobs: expected at most {info.vocab_size}, as many as the model has tokens, found {k}; "
-            "ask for fewer",
+            f"top_logprobs must be at most {info.vocab_size}, the size of the vocabulary (got {k})",
             field="top_logprobs",
             value=k,
             limit=info.vocab_size,
@@ -223,7 +223,7 @@ def _check_top_logprobs(k: int | None, info: EngineInfo) -> None:
 def _check_experts(records: bool, info: EngineInfo) -> None:
     if records and not info.num_experts:
         raise InvalidRequestError(
-            f"return_routed_experts: expected False, as no layer of {info.model} has experts, found True; leave it out",
+            f"return_routed_experts is not supported, because {info.model} has no layer with experts; leave it out",
             field="return_routed_experts",
             value=True,
         )
@@ -232,7 +232,7 @@ def _check_experts(records: bool, info: EngineInfo) -> None:
 def _check_some_go_on(ending_tokens: frozenset[int], info: EngineInfo) -> None:
     if len(ending_tokens) == info.vocab_size:
         raise InvalidRequestError(
-            f"min_tokens: expected one of the {info.vocab_size} token ids that does not end a sample, found "
-            "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0",
+            f"min_tokens is set, but each of the {info.vocab_size} token ids ends a sample, by stop_token_ids or as an "
+            "end-of-sequence token; give fewer stop_token_ids, or set min_tokens to 0",
             field="min_tokens",
         )

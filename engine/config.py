@@ -18,7 +18,7 @@ BackendName = Literal["auto", "cpu", "triton", "reference"]
 
 
 class Defaults(NamedTuple):
-    """Those that depend on the device."""
+    """The default settings that depend on the device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -26,31 +26,39 @@ class Defaults(NamedTuple):
 
 
 def defaults_of(device: str) -> Defaults:
-    """Of a CUDA device, or of any other."""
+    """Return the defaults for a CUDA device or for any other device."""
     return Defaults(256, 8192, 0.9) if device.startswith("cuda") else Defaults(64, 512, 0.25)
 
 
-_OF_DEVICE: Any = None  # until the device is known
+_OF_DEVICE: Any = None  # a placeholder until the device is known
 
 
 class EngineConfig(BaseModel):
-    """Settings of one engine. Unknown keys and values out of range raise ConfigError.
+    """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `dtype` `auto`: that of
-    config.json, or float32 if it names none; weights stored in another are converted. `backend` `auto`: `cpu` or, on a
-    GPU, `triton` where they serve the model, else `reference`. KV memory is `num_blocks` blocks of `block_size` tokens,
-    or as many as `kv_memory` bytes hold beside recurrent states, or as the share `kv_memory_fraction` of the available
-    memory does. With none of them given, it is what `max_num_seqs` sequences of `max_model_len` tokens need, but at
-    most 0.9 of the available memory on a GPU and 0.25 on a CPU. Available on a GPU is what is free beside the weights,
-    the largest step and the CUDA graphs. `block_size` is even, since native kernels store tokens in pairs.
-    `max_model_len` None: what the model was trained for. `max_num_seqs`: samples that run at the same time; None: 256
-    on a GPU, 64 on a CPU. `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. For
-    models with recurrent layers: `state_interval`, tokens between the checkpoints of a prompt's states, from which
-    prefixes are resumed (None: so many that these take no more memory than the blocks between them);
-    `decode_state_interval`, the same while decoding (0: none); `state_budget`, the most checkpoints that are held
-    (None: as many as the blocks have intervals). `cuda_graphs`: whether decode steps on a GPU run as graphs.
-    `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend` and its instruction set
-    alone.
+    The bits of samples depend only on `model`, `dtype`, `device`, `backend` and the instruction set of the backend.
+
+    `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
+    context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
+    float32 if config.json names none; weights stored in another dtype are converted. `backend`: `auto` is `cpu`, or
+    `triton` on a GPU, if that backend can serve the model; otherwise `reference`.
+
+    `block_size`: tokens per KV block; even, because native kernels store tokens in pairs. The KV cache has `num_blocks`
+    blocks, or as many as fit beside the recurrent states in `kv_memory` bytes, or as many as fit in the share
+    `kv_memory_fraction` of the available memory. If none of these is set, the cache holds `max_num_seqs` sequences of
+    `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25 on a CPU. On a GPU,
+    available memory is the free memory beside the weights, the largest step and the CUDA graphs.
+
+    `max_num_seqs`: the most samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
+    `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU.
+
+    For models with recurrent layers: `state_interval`: tokens between the state checkpoints of a prompt, from which
+    prefixes are resumed; None: an interval at which checkpoints take no more memory than the blocks between them.
+    `decode_state_interval`: the same interval while decoding; 0: no checkpoints. `state_budget`: the most checkpoints
+    that are held; None: one per `state_interval` tokens of the blocks.
+
+    `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: threads of torch; None: torch's
+    choice.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -87,22 +95,19 @@ class EngineConfig(BaseModel):
     def _combinations_work(self) -> EngineConfig:
         sizes = ("num_blocks", "kv_memory", "kv_memory_fraction")
         if len(given := [name for name in sizes if getattr(self, name) is not None]) > 1:
-            raise ValueError(
-                f"{', '.join(sizes)}: expected at most one of them, found {' and '.join(given)}, which set the same; "
-                "leave one out"
-            )
+            raise ValueError(f"{' and '.join(given)} set the same thing; give at most one of {', '.join(sizes)}")
         for name in ("state_interval", "decode_state_interval"):
             if (interval := getattr(self, name)) and interval % self.block_size:
                 raise ConfigError(
-                    f"{name}: expected a multiple of block_size = {self.block_size}, since checkpoints lie between "
-                    f"blocks, found {interval}",
+                    f"{name} must be a multiple of block_size = {self.block_size} (got {interval}), because "
+                    "checkpoints lie between blocks",
                     field=name,
                     value=interval,
                 )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "
-                f"running sequence can decode in each step, found {self.max_num_seqs}",
+                f"max_num_seqs must be at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "
+                f"running sequence can decode in each step (got {self.max_num_seqs})",
                 field="max_num_seqs",
                 value=self.max_num_seqs,
                 limit=self.max_num_batched_tokens,

@@ -1,14 +1,18 @@
 """The engine: requests in, finished samples out, one `step` at a time.
 
-Joins its parts: `admission` takes requests in, `pipeline` has those that are open and computes them step by step,
-and `running.executor` is what computes. Owns the order in which weights, memory and requests change together. One
-thread owns the engine: nothing here is locked.
+Joins the parts of the engine: `admission` accepts requests, `pipeline` holds the open requests and computes them step
+by step, and `running.executor` runs the computation. Owns the order in which weights, memory and requests change
+together. One thread owns the engine; there are no locks.
 
-Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. The deltas of a sample, one behind the other, are
-how its output begins, to the bit. A sample's bits are a function of weights, prompt, parameters, seed, backend,
-instruction set and dtype alone; the weights that produced each token are on record, and none is computed from KV that
-other weights left. A prompt that several samples or several requests share is computed once.
+Promises:
+
+- Every request that `add` accepted is finished by exactly one output per sample (or one for a score), returned by
+  `step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`.
+- The deltas of a sample, concatenated, are a prefix of its output, to the bit.
+- A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set and dtype alone.
+- The weights that produced each token are recorded. No token is computed from KV of other weights.
+- A prompt that several samples or several requests share is computed once.
+
 An exception from `step` is final: the engine's state is then undefined.
 """
 
@@ -36,8 +40,8 @@ from .stats import EngineStats
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
-    `loaded`: what `load_model` gave for this config's model, dtype, device and backend, so that engines can share
-    weights.
+    `loaded`: the result of `load_model` for the same model, dtype, device and backend. Pass it to share weights among
+    engines.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
@@ -52,7 +56,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine serves, and with how much memory."""
+        """The served model and the memory it uses."""
         return self._executor.info
 
     @property
@@ -62,65 +66,73 @@ class Engine:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights in use; 0 for those of the checkpoint."""
+        """The version of the weights in use; 0 for the checkpoint's weights."""
         return self._pipeline.commit.version
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted request is unfinished, so that `step` has something to do."""
+        """Return whether an accepted request is unfinished, so that `step` has work to do."""
         return bool(self._ledger.open)
 
     def add(self, request: Request) -> None:
-        """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
+        """Accept a request. Raise InvalidRequestError, with nothing changed, if it could never be served."""
         self._admission.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """Ends one sample, or all unfinished ones, with what they have. Raise UnknownRequestError if there is none."""
+        """End one sample, or all unfinished samples of a request, and return them with their current tokens.
+
+        Raise UnknownRequestError if there are none.
+        """
         return [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
 
     def stream(self, request_id: str) -> None:
-        """Lets `take_deltas` tell how the samples of a request grow, first of all what they have. Raise
-        UnknownRequestError if there are none.
+        """Make `take_deltas` report the growth of a request's samples, beginning with their current tokens.
+
+        Raise UnknownRequestError if there are no unfinished samples.
         """
         self._ledger.grown.follow(self._ledger.samples_of(request_id))
 
     def take_deltas(self) -> list[SampleDelta]:
-        """What the unfinished samples of streamed requests have got since this was called last. What a finished one got
-        since then is in its output.
+        """Return the new tokens of the unfinished samples of streamed requests, since the last call.
+
+        The last tokens of a finished sample are in its output.
         """
         return self._ledger.grown.take(self._ledger.is_open)
 
     def step(self) -> list[Output]:
-        """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.
+        """Compute one chunk of every scheduled sequence, draw the next tokens, and return finished outputs.
 
-        On a GPU it queues that step and returns what the one before finished; with nothing to queue, what all finish.
+        On a GPU, queue that step, wait for the previous one and return its outputs. Once no request is open, wait for
+        both.
         """
         return self._pipeline.step()
 
     def settle(self) -> list[Output]:
-        """Waits for the step under way, if there is one; returns what it finished."""
+        """Wait for the step in flight, if there is one, and return its outputs."""
         return self._pipeline.settle()
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
-        """Serves what was staged from the next step on; returns what the step under way finishes and what is aborted.
+        """Serve the staged weights from the next step on. Return the outputs of the step in flight and of aborts.
 
-        `in_flight`: running requests have their KV computed anew and keep their tokens, while scores begin again
-        (`recompute`), end with what they have (`abort`), or must not exist, waiting ones neither (`drain`).
-        Raise RuntimeError for requests that `drain` finds, or while the weights sleep; ValueError for an incomplete
-        staging; then nothing changed.
+        `in_flight`: what happens to running requests. `recompute`: they keep their tokens and their KV is computed
+        again, while scores restart. `abort`: they end with their current tokens. `drain`: there must be no unfinished
+        requests, running or waiting.
+
+        Raise RuntimeError if `drain` finds unfinished requests, or while the weights sleep. Raise ValueError if the
+        staging is incomplete. Nothing changes then.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
-        outputs = self.settle()  # Its tokens were drawn with the old weights, and carry their version.
+        outputs = self.settle()  # Its tokens were drawn with the old weights and carry the old version.
         self._pipeline.commit = Commit(version)
         return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
-        """Gives the memory of `tags` back until `wake_up`; returns what `commit_weights` would.
+        """Release the memory of `tags` until `wake_up`. Return the same outputs as `commit_weights`.
 
-        `level` 1 keeps the weights on the host, 2 drops them: then a commit must follow the `wake_up`. Cached prefixes
-        are forgotten in any case. `in_flight` is that of `commit_weights`; if only the weights sleep, requests that
-        `recompute` applies to keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
+        `level`: 1 keeps the weights on the host; 2 drops them, so that a commit must follow the `wake_up`. Cached
+        prefixes are dropped in any case. `in_flight`: as in `commit_weights`; if only the weights sleep, requests under
+        `recompute` keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
         """
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
@@ -132,16 +144,17 @@ class Engine:
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Takes the memory of `tags` again; weights that were dropped are not whole before the next commit.
+        """Take the memory of `tags` again. Weights that were dropped are incomplete until the next commit.
 
-        Once nothing sleeps any more, CUDA graphs are captured anew.
+        Once nothing sleeps any more, CUDA graphs are captured again.
         """
         self._executor.wake_up(tags)
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
-        """Forgets cached prefixes and takes the blocks of all that run; returns what `commit_weights` would.
+        """Drop cached prefixes and the blocks of all running sequences. Return the same outputs as `commit_weights`.
 
-        `in_flight` is that of `commit_weights`. Raise RuntimeError, with nothing changed, for an unfinished `drain`.
+        `in_flight`: as in `commit_weights`. Raise RuntimeError, with nothing changed, if `drain` finds unfinished
+        requests.
         """
         self._check_drained(in_flight)
         outputs = self.settle()
@@ -156,14 +169,15 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """The bytes held now by weights and KV cache, 0 for what sleeps elsewhere or is dropped; and of a model with
-        experts by the record of those chosen (`routed_experts`), on the host.
+        """Return the bytes that weights and KV cache hold now, 0 for memory that sleeps or was dropped.
+
+        For a model with experts, `routed_experts` has the bytes of the recorded experts, on the host.
         """
         held, routes = self._executor.memory(), self._scheduler.routes
         return held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.route_bytes}
 
     def invalidate_prefix_cache(self) -> None:
-        """Makes sure that no later request reuses KV computed until now; running requests keep theirs."""
+        """Prevent later requests from reusing KV that was computed until now. Running requests keep theirs."""
         self._scheduler.cache.invalidate()
         self._prompts.clear()
 
@@ -172,7 +186,7 @@ class Engine:
         self._scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
-        """The counters and gauges of this moment."""
+        """Return the counters and the gauges of the current moment."""
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
         tables, states = scheduler.cache.tables, scheduler.running.states
         checkpoints = StateStats() if states is None else states.slots.stats
@@ -202,11 +216,11 @@ class Engine:
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
-            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._ledger.open)}")
+            raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """A scheduler with an empty prefix cache, and what hangs on the cache's entries."""
+    """Return a scheduler with an empty prefix cache, and attach the states and routes of cache entries to it."""
     slots = StateSlots(info.num_slots, info.checkpoints) if info.live_states else None
     routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if info.num_experts else None
 

@@ -1,12 +1,13 @@
-"""The open requests, and the way of a step: planned, queued, and its results given to those that it was computed for.
+"""The open requests and the course of a step: it is planned and queued, then its results go to sequences and samples.
 
-A GPU computes one step while the host plans the next and queues it behind. A sequence that `max_tokens` does not end
-takes part in the next step with a token that the host has not seen yet; if that token turns out to end the sample, its
-row of the step under way is thrown away. On a CPU a step is done before `step` returns.
+A GPU computes one step while the host plans the next one and queues it behind. A sequence that `max_tokens` does not
+end takes part in the next step with a token that the host has not seen yet. If that token turns out to end the sample,
+its row of the step in flight is discarded. On a CPU a step is done before `step` returns.
 
-`Ledger` owns every accepted request from its admission to its one output per sample, or one for a score. `Pipeline`
-owns the step under way, why a sample ends with a token, and which weights its tokens are recorded with. Not owned here:
-what computes (`running.executor`), and which tokens are computed (`scheduling.scheduler`).
+`Ledger` owns every accepted request from admission until its one output per sample, or its one output for a score.
+`Pipeline` owns the step in flight, the reason why a token ends a sample, and the version of the weights recorded with
+each token. It does not own the computation (`running.executor`) or the choice of the tokens to compute
+(`scheduling.scheduler`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ Entry: TypeAlias = OpenSample | OpenScore
 
 
 class Ledger:
-    """Open samples and scores, each with its sequence. `open`: by request id, the unfinished samples by index, or the
-    score. `routes`: how chosen experts are recorded, if the model has some. `generated_tokens`, `finished`: tokens of
-    finished samples, and how many ended for each reason.
+    """Open samples and scores, each with the sequence that computes it.
+
+    `open`: by request id, the unfinished samples by index, or the score. `routes`: the format of recorded experts, or
+    None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`: the number of finished
+    samples for each finish reason. `grown`: the growth of streamed samples.
     """
 
     def __init__(self, routes: RouteFormat | None) -> None:
@@ -48,46 +51,49 @@ class Ledger:
         self._sequences: dict[Entry, Sequence] = {}
 
     def is_open(self, entry: Entry) -> bool:
-        """Whether a sample or a score is not finished yet."""
+        """Return whether a sample or a score is unfinished."""
         return entry in self._sequences
 
     def sequence_of(self, entry: Entry) -> Sequence:
-        """The sequence that computes it."""
+        """Return the sequence that computes a sample or a score."""
         return self._sequences[entry]
 
     def open_samples(self, samples: AnySequence[OpenSample], sequence: Sequence) -> None:
-        """The samples of one request, whose prompt this sequence computes."""
+        """Open the samples of one request. `sequence`: the sequence that computes their prompt."""
         self.open[samples[0].request.id] = dict(enumerate(samples))
         self._sequences |= dict.fromkeys(samples, sequence)
 
     def open_score(self, score: OpenScore, sequence: Sequence) -> None:
-        """A score, which this sequence computes."""
+        """Open a score. `sequence`: the sequence that computes it."""
         self.open[score.request.id] = score
         self._sequences[score] = sequence
 
     def move(self, sample: OpenSample, sequence: Sequence) -> None:
-        """From now on another sequence computes the sample."""
+        """Record that `sequence` computes the sample from now on."""
         self._sequences[sample] = sequence
 
     def find(self, request_id: str, index: int | None) -> list[Entry]:
-        """The score, the sample of this index, or all unfinished ones. Raise UnknownRequestError if there is none."""
+        """Return the score, the sample with this index, or all unfinished samples of a request.
+
+        Raise UnknownRequestError if there are none.
+        """
         entry = self.open.get(request_id)
         if isinstance(entry, OpenScore) and index is None:
             return [entry]
         if not isinstance(entry, dict) or (index is not None and index not in entry):
             what = f"request {request_id!r}" + ("" if index is None else f", sample {index}")
-            raise UnknownRequestError(f"abort: expected a running request or sample, found none for {what}")
+            raise UnknownRequestError(f"abort: {what} is not running")
         return [*entry.values()] if index is None else [entry[index]]
 
     def samples_of(self, request_id: str) -> list[OpenSample]:
-        """The unfinished samples of a request. Raise UnknownRequestError if there are none."""
+        """Return the unfinished samples of a request. Raise UnknownRequestError if there are none."""
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
-            raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
+            raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
         return [*samples.values()]
 
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
-        """Its output; it is open no longer."""
+        """Close a sample and return its output."""
         group, sequence = self.open[sample.request.id], self._sequences.pop(sample)
         assert isinstance(group, dict)
         del group[sample.index]
@@ -98,7 +104,7 @@ class Ledger:
         return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
 
     def finish_score(self, score: OpenScore, reason: FinishReason, commit: Commit) -> ScoreOutput:
-        """Its output; it is open no longer. `commit`: the weights that computed all of it."""
+        """Close a score and return its output. `commit`: the weights that computed the whole score."""
         sequence = self._sequences.pop(score)
         del self.open[score.request.id]
         num_fed = sequence.num_tokens if reason == "stop" else 0
@@ -106,26 +112,24 @@ class Ledger:
 
     @property
     def route_bytes(self) -> int:
-        """The bytes of the records of routed experts of open requests."""
+        """The bytes of the routed experts recorded for open requests."""
         records = [sequence.routes for sequence in set(self._sequences.values()) if sequence.routes is not None]
         shared = {id(routes.shared): len(routes.shared) for routes in records}
         return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
-        """The routed experts of its first `num_fed` tokens, if they were asked for and there are any."""
+        """Return the routed experts of the first `num_fed` tokens, or None if not requested or if there are none."""
         if self.routes is None or sequence.routes is None or not num_fed:
             return None
         return self.routes.array(sequence.routes.rows(0, num_fed))
 
 
-_NOT_FINITE = (
-    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
-)
+_NOT_FINITE = "the logits of the drawn token are NaN or infinite; check the weights of the model"
 
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step under way, and what takes its results."""
+    """A step in flight, and the sequences and samples that take its results."""
 
     chunks: Chunks
     takers: Takers
@@ -133,8 +137,9 @@ class _QueuedStep:
 
 
 class Pipeline:
-    """Computes the open requests of `ledger`, one step after the other. `commit`: the weights in use. `steps`: how many
-    were computed. `expert_tokens`: that of `EngineStats`.
+    """Computes the open requests of `ledger`, one step after the other.
+
+    `commit`: the weights in use. `steps`: the number of computed steps. `expert_tokens`: see `EngineStats`.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, prompts: SharedPrompts, ledger: Ledger) -> None:
@@ -146,7 +151,7 @@ class Pipeline:
         self._queued: _QueuedStep | None = None
 
     def step(self) -> list[Output]:
-        """What `Engine.step` promises."""
+        """See `Engine.step`."""
         self._executor.check_ready()
         chunks = self._scheduler.schedule()
         queued = self._launch(chunks) if len(chunks.lanes) else None
@@ -158,7 +163,7 @@ class Pipeline:
         return outputs
 
     def settle(self) -> list[Output]:
-        """Waits for the step under way, if there is one; returns what it finished."""
+        """Wait for the step in flight, if there is one, and return its outputs."""
         queued, self._queued = self._queued, None
         if queued is None:
             return []
@@ -177,7 +182,7 @@ class Pipeline:
         return outputs
 
     def abort(self, entry: Entry) -> Output:
-        """Ends a sample or a score with what it has."""
+        """End a sample or a score and return its output, a sample with its current tokens."""
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
@@ -190,7 +195,7 @@ class Pipeline:
         return self._ledger.finish_sample(entry, "abort")
 
     def _launch(self, chunks: Chunks) -> _QueuedStep:
-        """Queues a step on the device, behind the one under way."""
+        """Queue a step on the device, behind the step in flight."""
         lanes = self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
@@ -202,7 +207,7 @@ class Pipeline:
         return _QueuedStep(chunks, takers, computation)
 
     def _expect(self, queued: _QueuedStep) -> None:
-        """Counts the tokens that the next step can compute with before they are seen."""
+        """Count the tokens of the queued step that the next step can use before the host sees them."""
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes.lanes, takers.decodes.sequences)
         for place, samples in takers.prompts:
@@ -210,7 +215,7 @@ class Pipeline:
                 lanes.expect_first(chunks.sequences[place])
 
     def _record_routes(self, chunks: Chunks, rows: memoryview) -> None:
-        """Adds what a step chose to the records of its sequences."""
+        """Add the experts that a step chose to the records of its sequences."""
         place, width = 0, self._executor.info.route_bytes
         for sequence, start, end in zip(chunks.sequences, chunks.starts.tolist(), chunks.ends.tolist(), strict=True):
             if sequence.routes is not None:
@@ -228,13 +233,13 @@ class Pipeline:
         return [self._ledger.finish_score(score, "stop", self.commit)]
 
     def _accept(self, takers: Takers, drawn: Drawn) -> None:
-        """Gives each sequence that decodes the tokens of its draws."""
+        """Give each decoding sequence the tokens of its draws."""
         decodes = takers.decodes
         token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
         self._scheduler.running.lanes.accept(decodes.lanes, decodes.sequences, token_ids, counts)
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Gives each sample that decodes alone its tokens, up to the one that ends it."""
+        """Give each sample with a sequence of its own the drawn tokens, up to the one that ends the sample."""
         takers, ended, start = queued.takers, list[Output](), 0
         ends = takers.counts.cumsum().tolist()
         for sequence, sample, end in zip(takers.decodes.sequences, takers.samples, ends, strict=False):
@@ -247,7 +252,7 @@ class Pipeline:
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Gives the samples of each prompt their first tokens."""
+        """Give the samples of each prompt their first tokens."""
         outputs, takers = list[Output](), queued.takers
         if not takers.prompts:
             return outputs
@@ -259,8 +264,9 @@ class Pipeline:
         return outputs
 
     def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
-        """Gives each sample the token of its draw. Of those that go on, the first keeps the sequence, the others get
-        forks.
+        """Give each sample its drawn token.
+
+        The first sample that remains unfinished keeps the sequence. The others get forks.
         """
         ended: list[Output] = []
         going_on: list[OpenSample] = []
@@ -278,7 +284,7 @@ class Pipeline:
         return ended
 
     def _append(self, sample: OpenSample, drawn: Drawn, row: int) -> FinishReason | None:
-        """Records the token of a draw; returns why the sample ends with it, if it does."""
+        """Record a drawn token. Return the finish reason if the token ends the sample, otherwise None."""
         token = drawn.token_ids[row]
         if not drawn.is_finite[row]:
             sample.error = _NOT_FINITE
@@ -298,8 +304,7 @@ class Pipeline:
                 matched = sample.stop_strings.feed(token)
             except TokenizerError as error:
                 sample.error = (
-                    f"stop: expected the text of token {token}, found that the tokenizer failed: {error}; "
-                    "use stop_token_ids instead"
+                    f"stop: the tokenizer failed on the text of token {token}: {error}; use stop_token_ids instead"
                 )
                 return "error"
         found = token if token in sample.ending_tokens else matched

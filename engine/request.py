@@ -1,11 +1,12 @@
-"""What goes into the engine and what comes out of it: requests, sampling parameters, outputs and their columns.
+"""Requests, sampling parameters, outputs and their columns: everything that enters or leaves the engine.
 
-Owns the meaning and the ranges of every sampling parameter, and the table of columns: what is recorded of each token of
-a sample beside the token, such as its log-prob. All code that slices, joins or makes columns, from the engine to the
-front end, goes by this table, so that a new column changes its fields, its message and the code that makes it, and
-nothing else. Routed experts are no column: they are recorded of the tokens of the prompt, too (`outputs.routes`).
+Owns the meaning and the range of every sampling parameter. Owns the table of columns, too: the values that are
+recorded for each token of a sample beside the token itself, such as its log-prob. All code that slices, joins or
+creates columns, from the engine to the front end, uses this table. A new column therefore changes only its fields, its
+message and the code that computes it. Routed experts are not a column, because they are also recorded for the tokens
+of the prompt (`outputs.routes`).
 
-Knows nothing of models, blocks or sockets, and imports no torch, so that clients share these types with the engine.
+Knows nothing about models, blocks or sockets. Imports no torch, so that clients share these types with the engine.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 
 @dataclass(frozen=True)
 class Column:
-    """`name`: its field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: of its elements, of which a token
-    has one, or as many as `top_logprobs` asks for if it `is_listed`.
+    """A value that is recorded for each token.
+
+    `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. A token has
+    one element, or `top_logprobs` elements if the column `is_listed`.
     """
 
     name: str
@@ -37,19 +40,19 @@ class Column:
     is_listed: bool = False
 
     def shape(self, rows: int, k: int) -> tuple[int, ...]:
-        """That of the column of `rows` tokens with `k` elements listed."""
+        """Return the shape of the column for `rows` tokens, with `k` elements per token if it is listed."""
         return (rows, k) if self.is_listed else (rows,)
 
     def num_bytes(self, k: int) -> int:
-        """Those of a token, with `k` elements listed."""
+        """Return the bytes per token, with `k` elements per token if the column is listed."""
         return np.dtype(self.dtype).itemsize * (k if self.is_listed else 1)
 
 
 TOKENS = Column("token_ids", "<i4")
-"""The tokens themselves, where these lie beside their columns."""
+"""The tokens, where they are stored next to their columns."""
 LOGPROBS = Column("logprobs", "<f4")
 TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", True), Column("top_logprobs", "<f4", True))
-"""What `top_logprobs` asks for."""
+"""The columns that `top_logprobs` requests."""
 COLUMNS = (LOGPROBS, *TOPS)
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -57,34 +60,34 @@ Columns: TypeAlias = dict[str, np.ndarray]
 
 
 def columns_of(output: Any) -> Columns:
-    """Those of a `SampleOutput`, `SampleDelta` or `ScoreOutput`."""
+    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`."""
     found = ((column.name, getattr(output, column.name)) for column in COLUMNS)
     return {name: values for name, values in found if values is not None}
 
 
 def as_fields(columns: Columns) -> dict[str, Any]:
-    """Columns as the fields of an output, None for those that are not there."""
+    """Return columns as the fields of an output; a missing column is None."""
     return {column.name: columns.get(column.name) for column in COLUMNS}
 
 
 def new_columns(has_logprobs: bool, top_logprobs: int | None, rows: int = 0) -> Columns:
-    """Those that are asked for, of `rows` tokens, filled with zeros."""
+    """Return the requested columns for `rows` tokens, filled with zeros."""
     asked = (LOGPROBS,) * has_logprobs + (TOPS if top_logprobs is not None else ())
     return {column.name: np.zeros(column.shape(rows, top_logprobs or 0), column.dtype) for column in asked}
 
 
 def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns:
-    """Those of tokens [start, end)."""
+    """Return the columns of tokens [start, end)."""
     return {name: values[start:end] for name, values in columns.items()}
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
-    """Those of tokens, and of others behind them, of which the same is recorded."""
+    """Concatenate the columns of tokens with the same columns of the tokens after them."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
 
 class GrowingColumns:
-    """Columns to which tokens are added one by one. `k`: how many elements of a token the listed ones have."""
+    """Columns to which tokens are appended one by one. `k`: the number of elements per token of a listed column."""
 
     def __init__(self, columns: Sequence[Column], k: int) -> None:
         self._columns, self._k = columns, k
@@ -92,13 +95,13 @@ class GrowingColumns:
         self._content = [bytearray() for _ in columns]
 
     def append(self, values: Sequence[bytes]) -> None:
-        """One more token, with its elements in each column."""
+        """Append a token, given its bytes for each column."""
         self._num_tokens += 1
         for content, value in zip(self._content, values, strict=True):
             content += value
 
     def arrays(self, start: int = 0) -> Columns:
-        """Those of the tokens from `start` on, writable."""
+        """Return writable copies of the columns, from token `start` on."""
         k, rows = self._k, self._num_tokens - start
         pairs = zip(self._columns, self._content, strict=True)
         parts = [(column, content[column.num_bytes(k) * start :]) for column, content in pairs]
@@ -112,12 +115,12 @@ Tag: TypeAlias = Literal["weights", "kv_cache"]
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
-"""Of one stop string."""
+"""The limit for one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
 MAX_TOP_LOGPROBS = 128
 MAX_SPANS = 1024
 HASH_BYTES = 32
-"""Of the content of a span."""
+"""The length of the content hash of a span."""
 _MAX_SHOWN_FAULTS = 4
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
@@ -128,18 +131,18 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 
 
 def plain(value: Any) -> Any:
-    """Turn a numpy scalar into a Python value, whose type strict validation checks. Return other values unchanged."""
+    """Turn a numpy scalar into a Python value, so that strict validation accepts it. Return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 class Distribution(BaseModel):
-    """The distribution a token is drawn from: the model's logits, a temperature, then filters.
+    """The distribution from which a token is drawn: the model's logits, a temperature, then filters.
 
-    `temperature` divides the logits; 0 means greedy: the lowest id among the highest logits, and the model's own
-    distribution wherever a log-prob is asked for. `top_k` (-1: off) keeps the k highest logits, ties going to the lower
-    id. `top_p` keeps the shortest run of the most probable tokens whose probability reaches p. `min_p` drops tokens
-    less probable than min_p times the most probable one. The filters apply in that order, each to what the one before
-    left.
+    `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is taken, the lowest
+    id among equal ones, and log-probs are those of the model's own distribution. `top_k` (-1: off) keeps the k highest
+    logits; among equal ones the lower ids win. `top_p` keeps the shortest list of most probable tokens with a total
+    probability of at least p. `min_p` drops tokens with a probability below min_p times the highest probability.
+    Filters apply in this order, each to the tokens that the previous one kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -150,7 +153,7 @@ class Distribution(BaseModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
 
     def __init__(self, /, **values: Any) -> None:
-        """Raise InvalidRequestError naming every parameter that is unknown, mistyped or out of range."""
+        """Raise InvalidRequestError if parameters are unknown, mistyped or out of range. The error names each."""
         try:
             super().__init__(**{name: plain(value) for name, value in values.items()})
         except ValidationError as error:
@@ -159,19 +162,17 @@ class Distribution(BaseModel):
     @model_validator(mode="after")
     def _top_k_is_off_or_positive(self) -> Distribution:
         if self.top_k == 0:
-            raise InvalidRequestError(
-                "top_k: expected -1 (off) or at least 1, found 0", field="top_k", value=0, limit=1
-            )
+            raise InvalidRequestError("top_k must be -1 (off) or at least 1 (got 0)", field="top_k", value=0, limit=1)
         return self
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken, with no draw."""
+        """Return whether sampling takes the most probable token, without a draw."""
         return self.temperature == 0.0
 
     @property
     def has_filters(self) -> bool:
-        """Whether any token can be dropped before the draw."""
+        """Return whether a filter can drop tokens before the draw."""
         return bool(self._filters)
 
     @property
@@ -182,18 +183,22 @@ class Distribution(BaseModel):
 
 
 class SamplingParams(Distribution):
-    """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be scalars of numpy.
+    """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be numpy scalars.
 
-    `seed` None lets the worker take `seed_of` the request; sample i uses `derive_seed(seed, i)`. A sample ends at an
-    end-of-sequence token of the model (any that generation_config.json, config.json or the tokenizer names, unless
-    `ignore_eos`; `health` has them as `engine["eos_token_ids"]`), a token of `stop_token_ids` or a string of `stop`
-    (one string, or several), none of them before `min_tokens`; the tokens that ended it are part of it. It ends after
-    `max_tokens` at the latest; None: where the model's context ends. `logprobs` says of which distribution:
-    `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
-    (the model's own) or None. `top_logprobs` records, for each token, the entropy of that distribution and its so many
-    most probable tokens; 0 records the entropy alone, None neither. `return_routed_experts` records which experts a
-    model with such chose for each token, of the prompt too. `cache_salt` keeps prefix reuse among requests with the
-    same salt.
+    `seed`: the seed of the request; None lets the worker use `seed_of`. Sample i uses `derive_seed(seed, i)`.
+
+    A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
+    string or several). None of these end it before `min_tokens`. The tokens that ended the sample are part of it.
+    End-of-sequence tokens are the ones named by generation_config.json, config.json or the tokenizer; `health` returns
+    them as `engine["eos_token_ids"]`. With `ignore_eos` they do not end a sample. `max_tokens` is the most tokens a
+    sample gets; None lets it continue to the end of the model's context.
+
+    `logprobs`: the distribution of the log-probs: `processed` (after temperature and filters, which is the distribution
+    of the draw), `temperature` (after temperature alone), `raw` (the model's own), or None for no log-probs.
+    `top_logprobs`: the number of most probable tokens to record for each token, with the entropy of that distribution;
+    0 records the entropy alone, None records neither. `return_routed_experts`: record the experts that a mixture of
+    experts chose for each token, including the tokens of the prompt. `cache_salt`: requests reuse prefixes only of
+    requests with the same salt.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -230,7 +235,7 @@ class SamplingParams(Distribution):
     def _min_tokens_can_be_reached(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}",
+                f"min_tokens must be at most max_tokens = {self.max_tokens} (got {self.min_tokens})",
                 field="min_tokens",
                 value=self.min_tokens,
                 limit=self.max_tokens,
@@ -241,8 +246,8 @@ class SamplingParams(Distribution):
     def _top_logprobs_have_a_distribution(self) -> SamplingParams:
         if self.top_logprobs is not None and self.logprobs is None:
             raise InvalidRequestError(
-                f"top_logprobs: expected None where logprobs is None, found {self.top_logprobs}; say in logprobs of "
-                "which distribution",
+                f"top_logprobs must be None if logprobs is None (got {self.top_logprobs}); set logprobs to the "
+                "distribution you want",
                 field="top_logprobs",
                 value=self.top_logprobs,
             )
@@ -250,31 +255,32 @@ class SamplingParams(Distribution):
 
     @property
     def trainer_temperature(self) -> float:
-        """The `temperature` at which a trainer computes the distribution of these log-probs, as `token_log_probs` and
-        a plain log-softmax of its logits divided by it do.
+        """The temperature at which a trainer computes the distribution of these log-probs.
 
-        Raise ConfigError if no trainer computes that distribution: it is one of filtered or of banned tokens, or there
-        are no log-probs.
+        `token_log_probs` takes it; in a plain log-softmax, divide the logits by it.
+
+        Raise ConfigError if a trainer cannot compute that distribution, because filters or `min_tokens` remove tokens
+        from it, or if there are no log-probs.
         """
         if self.logprobs is None:
-            text = "logprobs: expected log-probs to compute again, found None; sample with 'temperature'"
+            text = "logprobs is None, so there are no log-probs to compute again; sample with logprobs='temperature'"
             raise ConfigError(text, field="logprobs")
         if self.logprobs == "raw":
             return 1.0
         found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"logprobs: expected those of a distribution that a trainer computes, found 'processed' with "
-                f"{', '.join(found)}, which a trainer's softmax does not know; sample with logprobs='temperature', or "
-                f"without {', '.join(found)}",
+                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer's softmax cannot "
+                f"compute; sample with logprobs='temperature', or without {', '.join(found)}",
                 field="logprobs",
                 value=self.logprobs,
             )
         return self.temperature
 
     def with_max_tokens(self, prompt_len: int, max_model_len: int) -> SamplingParams:
-        """Those of a prompt of `prompt_len` tokens, with a number for `max_tokens`: the rest of the context for None,
-        and 1 where there is no rest.
+        """Return the parameters with `max_tokens` set, for a prompt of `prompt_len` tokens.
+
+        None becomes the rest of the context, at least `min_tokens` and at least 1.
         """
         if self.max_tokens is not None:
             return self
@@ -284,17 +290,18 @@ class SamplingParams(Distribution):
 
 E = TypeVar("E", bound=TruerollError)
 _BOUNDS = {"ge": 0, "gt": 1, "le": 0, "lt": -1, "min_length": 0, "max_length": 0}
-"""The bounds in a fault of pydantic, and what an integer is away from them that keeps to them."""
+"""The bounds in a pydantic fault, and the offset from each to the nearest integer that satisfies it."""
 
 
 def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) -> E:
-    """The error of `kind` that tells of a pydantic error. `first_part`: see `about_fault`."""
+    """Convert a pydantic error to an error of class `kind`. `first_part`: see `about_fault`."""
     return kind(describe_validation_error(error), **about_fault(error, first_part))
 
 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
-    """`field`, `value` and `limit` of the first fault of a pydantic error. `first_part`, `num_parts`: which parts of
-    its location name the field.
+    """Return `field`, `value` and `limit` for the first fault of a pydantic error.
+
+    `first_part`, `num_parts`: the parts of the fault's location that name the field.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -313,12 +320,12 @@ def _found_and_limit(fault: Any) -> tuple[Any, int | float | None]:
 
 
 def _name_of(location: Sequence[int | str]) -> str | None:
-    """Such as `stop[3]`; None if there is no location."""
+    """Return a location as text, such as `stop[3]`, or None if the location is empty."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).strip(".") or None
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """One line for the first faults of a pydantic error: which field, what was expected, what was found."""
+    """Describe the first faults of a pydantic error in one line: field, expectation and value of each."""
     shown = [_describe_fault(fault) for fault in error.errors()[:_MAX_SHOWN_FAULTS]]
     hidden = error.error_count() - len(shown)
     return "; ".join(shown + [f"and {hidden} more"] * bool(hidden))
@@ -337,8 +344,10 @@ _PLACE = struct.Struct("<qq")
 
 
 class ContentSpan(NamedTuple):
-    """Tokens [start, end) of a prompt stand for content other than text. `content_hash`, 32 bytes, identifies all that
-    this content is, its size included: no bytes of it are compared.
+    """Tokens [start, end) of a prompt that stand for content other than text.
+
+    `content_hash`: 32 bytes that identify the content completely, including its size; the content itself is never
+    compared.
     """
 
     start: int
@@ -347,8 +356,10 @@ class ContentSpan(NamedTuple):
 
 
 def content_within(spans: Sequence[ContentSpan], start: int, end: int) -> bytes:
-    """What identifies the content of tokens [start, end): the sorted spans that touch them, with their places relative
-    to `start`; empty if there are none. Equal for equal content alone.
+    """Return the bytes that identify the content within tokens [start, end); empty if there is no content.
+
+    The bytes are equal only for equal content. They hold the sorted spans that overlap the tokens, with places relative
+    to `start`.
     """
     first = bisect_right(spans, start, key=lambda span: span.end)
     touching = takewhile(lambda span: span.start < end, islice(spans, first, None))
@@ -356,7 +367,7 @@ def content_within(spans: Sequence[ContentSpan], start: int, end: int) -> bytes:
 
 
 def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
-    """Raise InvalidRequestError unless spans of a prompt of `num_tokens` tokens are sorted and disjoint."""
+    """Raise InvalidRequestError unless the spans of a prompt with `num_tokens` tokens are sorted and disjoint."""
     before = 0
     for i, span in enumerate(spans):
         if not before <= span.start < span.end <= num_tokens:
@@ -377,11 +388,11 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt and how to sample from it: the unit of work, one prefill for `params.n` samples.
+    """A prompt and how to sample from it. It is the unit of work: one prefill for `params.n` samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `spans`: those of its tokens that stand for other content, sorted and
-    disjoint. `params.seed` must be set. `num_prior_tokens`: how many of the last tokens of the prompt belong to the
-    sample that goes on, so that a stop string may begin in them.
+    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that stand for other content, sorted and disjoint.
+    `params.seed` must be set. `num_prior_tokens`: the number of tokens at the end of the prompt that belong to the
+    sample being continued, so that a stop string may begin in them.
     """
 
     id: str
@@ -393,8 +404,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two; `spans`: as in
-    `GenerateRequest`. `top_logprobs`, `return_routed_experts`: those of `SamplingParams`.
+    """A request for the log-probs of given tokens.
+
+    `token_ids`: int32 [num_tokens], at least two. `spans`: as in `GenerateRequest`. `top_logprobs` and
+    `return_routed_experts`: as in `SamplingParams`.
     """
 
     id: str
@@ -411,7 +424,7 @@ Request: TypeAlias = GenerateRequest | ScoreRequest
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Tokens [start, end) of a sample were produced by the weights of `version`."""
+    """Tokens [start, end) of a sample, which the weights of `version` produced."""
 
     version: int
     start: int
@@ -420,22 +433,24 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """One finished sample.
+    """A finished sample.
 
-    `token_ids`: with the token that ended it. `logprobs`: float32 [num_tokens] of the asked-for distribution, or None.
-    `stop_reason`: the token (also the model's own) or the string that ended it, if the finish reason is `stop`. `seed`:
-    the sample's own derived seed. `num_cached_tokens`: the tokens of the prompt whose KV this request found already
-    computed, or shared with another request's computation. `error` says why, if the finish reason is `error`.
+    `token_ids`: the tokens, including the ones that ended the sample. `logprobs`: float32 [num_tokens] of the requested
+    distribution, or None. `stop_reason`: the token (possibly an end-of-sequence token of the model) or the string that
+    ended the sample, if the finish reason is `stop`. `seed`: the sample's own derived seed. `num_cached_tokens`: the
+    number of prompt tokens with KV that was already computed or was shared with the computation of another request.
+    `error`: the reason, if the finish reason is `error`.
 
-    None unless `top_logprobs=k` asked for them: `entropy`, float32 [num_tokens], of the distribution of each token's
-    log-prob, in nats; `top_token_ids`, int32 [num_tokens, k], and `top_logprobs`, float32 [num_tokens, k]: its most
-    probable tokens, highest logit first, of equal ones the lower id first. Where fewer than k tokens are left the
-    dropped ones follow, with log-prob -inf, the lowest ids first.
+    None unless requested by `top_logprobs=k`: `entropy`, float32 [num_tokens], in nats, of the distribution of each
+    token's log-prob; `top_token_ids`, int32 [num_tokens, k], and `top_logprobs`, float32 [num_tokens, k]: its most
+    probable tokens, in descending order of logit, equal logits in ascending order of id. If the filters kept fewer than
+    k tokens, the lowest ids of the dropped tokens follow in ascending order, with log-prob -inf.
 
-    `routed_experts`, None unless `return_routed_experts` asked for it, or without tokens: uint8, beyond 256 experts
-    uint16, [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. Row t has the experts, by
-    ascending id, that were chosen for token t of prompt and sample when it was fed; the last token never was. The rows
-    that tokens were drawn after are those of the weights that drew them, those before them of the first token's.
+    `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
+    experts, experts per token]. None unless requested by `return_routed_experts`, and None without tokens. Row t lists
+    the experts chosen for token t of prompt and sample when it was fed to the model, in ascending order of id. The last
+    token was never fed. If a token was drawn after token t, row t comes from the weights that drew it. Earlier rows
+    come from the weights that drew the first token.
     """
 
     request_id: str
@@ -455,7 +470,7 @@ class SampleOutput:
 
     @classmethod
     def empty(cls, request_id: str, index: int, seed: int, params: SamplingParams) -> SampleOutput:
-        """A sample that was aborted before it had a token. `seed`: its own."""
+        """Return a sample that was aborted before its first token. `seed`: the sample's own seed."""
         return cls(
             request_id=request_id,
             index=index,
@@ -470,11 +485,11 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class SampleDelta:
-    """What a sample has got while it grows: its tokens from `start` on, and what belongs to each.
+    """New tokens of a growing sample, from token `start` on, with their columns.
 
-    At least one token, unless the sample was begun anew (`start` is 0) and then ended without any.
+    Has at least one token, unless the sample restarted (`start` is 0) and then ended without a token.
 
-    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: those of `SampleOutput`, for these tokens.
+    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: as in `SampleOutput`, for these tokens.
     """
 
     request_id: str
@@ -489,11 +504,11 @@ class SampleDelta:
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """Log-probs of a scored sequence.
+    """The log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1). Empty if
     `finish_reason` is `abort`; otherwise `finish_reason` is `stop`. `entropy`, `top_token_ids`, `top_logprobs` and
-    `routed_experts`: those of `SampleOutput`, for each of its entries; the last one is None of an aborted score.
+    `routed_experts`: as in `SampleOutput`, for each of these entries. `routed_experts` is None for an aborted score.
     """
 
     request_id: str
@@ -514,14 +529,15 @@ _MASK = 2**64 - 1
 
 
 def new_id() -> str:
-    """A random id for a message, a request, a caller or a push: 32 lower-case hexadecimal digits."""
+    """Return a random id for a message, a request, a caller or a push: 32 lower-case hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sample `index` in a group with `seed`: distinct for every index.
+    """Return the 64-bit seed of sample `index` in a group with `seed`. Every index gets a different seed.
 
-    SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so no two indices meet.
+    SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so two indices never
+    get the same seed.
     """
     z = (operator.index(seed) + (operator.index(index) + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
@@ -530,7 +546,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def seed_before(sample_seed: int) -> int:
-    """The seed with which a request's sample 0 has `sample_seed`: the inverse of `derive_seed(..., 0)`."""
+    """Return the request seed for which sample 0 has `sample_seed`: the inverse of `derive_seed(..., 0)`."""
     z = sample_seed ^ (sample_seed >> 31) ^ (sample_seed >> 62)
     z = (z * pow(_FACTORS[1], -1, 2**64)) & _MASK
     z = z ^ (z >> 27) ^ (z >> 54)
@@ -540,11 +556,11 @@ def seed_before(sample_seed: int) -> int:
 
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError unless a prompt, which is in `field`, and its new tokens fit the model."""
+    """Raise InvalidRequestError unless a prompt and its new tokens fit the model. `field`: the prompt's field."""
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(
-            f"length: expected at most max_model_len = {max_model_len} tokens in prompt and max_tokens together, found "
-            f"{prompt_len} + {num_new}; shorten one of them",
+            f"length: prompt and max_tokens together exceed max_model_len = {max_model_len} tokens (got "
+            f"{prompt_len} + {num_new}); shorten one of them",
             field=field,
             value=prompt_len + num_new,
             limit=max_model_len,
@@ -552,8 +568,9 @@ def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) 
 
 
 def seed_of(id: str, prompt: bytes) -> int:
-    """The 63-bit seed of a request that names none: its id's and its prompt's, so that the same request asked again,
-    of any worker, draws the same samples.
+    """Return the 63-bit seed of a request without a seed, derived from its id and its prompt.
+
+    The same request therefore draws the same samples again, on any worker.
     """
     digest = hashlib.blake2b(len(id).to_bytes(8, "little") + id.encode() + prompt, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""What the engine counts, as it is told to monitoring and to the exactness matrix."""
+"""The engine's counters and gauges, for monitoring and for the exactness matrix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Blocks that the layers of one window share, or those without one. `in_use`: sequences hold them; `cached`: free
-    ones whose prefix is still indexed; `empty`: the other free ones.
+    """The block pool of the layers with the same window.
+
+    `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
+    free blocks with a prefix that is still indexed. `empty`: the other free blocks.
     """
 
     window: int | None
@@ -19,24 +21,25 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Lifetime counters, and gauges of this moment (`num_*`, `pools`).
+    """Lifetime counters, and gauges of the current moment (`num_*`, `pools`).
 
-    `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with
-    a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after
-    a preemption or a recompute too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of
-    finished samples. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how
-    often one lost them to a commit of weights or to a sleep. `deferred_admissions`: how often a request waited a step
-    for a prefix that another one was computing. `evictions`: cached blocks that were reused for something else.
-    `pools`: for each window of the model's layers.
+    `prefix_queries`: prompt tokens of generate requests. `prefix_hits`: prompt tokens that were found in the cache or
+    shared with a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens with newly computed
+    KV, counted again after a preemption or a recompute. `computed_tokens`: computed prompt tokens and decoded tokens.
+    `generated_tokens`: tokens of finished samples. `preemptions`: how often a running sequence gave its blocks to an
+    older one. `recomputed`: how often a running sequence lost its blocks to a weight commit or to a sleep.
+    `deferred_admissions`: how often a request waited a step for a prefix that another request was computing.
+    `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
-    Of recurrent states, 0 for models without: `shortened_hits`, tokens that were found in the cache and computed all
-    the same, for want of a checkpoint of their state; `checkpoints_skipped`, those that found no place;
-    `checkpoints_evicted`, those that gave their place away; `checkpoints_restored`, how often a sequence went on from
-    one; `checkpoints_ready` and `checkpoints_reserved`, those that can be restored now, and that steps under way take.
-    `shortened_hits` also counts those that were computed again for want of the routed experts that were asked for.
+    For models with recurrent layers, otherwise 0: `shortened_hits`: tokens that were found in the cache but computed
+    again, because there was no checkpoint of their state. `checkpoints_skipped`: checkpoints for which there was no
+    slot. `checkpoints_evicted`: checkpoints that gave up their slot. `checkpoints_restored`: how often a sequence
+    resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be restored now. `checkpoints_reserved`:
+    checkpoints that the steps in flight take. For any model, `shortened_hits` also counts tokens that were computed
+    again because the requested routed experts were not recorded.
 
-    `expert_tokens`: of a model with experts how many tokens each one was given, int64 [layers with experts, experts per
-    layer] as little-endian bytes, those of the step under way left out; empty for models without.
+    `expert_tokens`: for models with experts, the number of tokens routed to each expert, int64 [layers with experts,
+    experts per layer] as little-endian bytes, without the step in flight. Empty for other models.
     """
 
     steps: int
@@ -63,5 +66,5 @@ class EngineStats:
 
     @property
     def blocks_in_use(self) -> int:
-        """Of all pools."""
+        """The blocks in use in all pools."""
         return sum(pool.in_use for pool in self.pools)

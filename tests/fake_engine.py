@@ -220,7 +220,7 @@ class FakeEngine:
                 limit=VOCAB_SIZE - 1,
             )
         if len(tokens) + ((request.params.max_tokens or 1) if is_group else 0) > MAX_MODEL_LEN:
-            text = f"length: expected at most max_model_len = {MAX_MODEL_LEN}"
+            text = f"length: prompt and max_tokens together exceed max_model_len = {MAX_MODEL_LEN} tokens"
             raise InvalidRequestError(text, field=field, limit=MAX_MODEL_LEN)
         assert request.id not in self._open
         if is_group:
@@ -234,12 +234,12 @@ class FakeEngine:
         samples = self._open.get(request_id, {})
         indices = list(samples) if index is None else [index] if index in samples else []
         if not indices:
-            raise UnknownRequestError(f"abort: expected a running request or sample, found none for {request_id!r}")
+            raise UnknownRequestError(f"abort: request {request_id!r} is not running")
         return [self._finish(request_id, i, "abort") for i in indices]
 
     def stream(self, request_id: str) -> None:
         if request_id not in self._open or not isinstance(self._by_id[request_id], GenerateRequest):
-            raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
+            raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
         self._told.setdefault(request_id, Counter())
 
     def take_deltas(self) -> list[SampleDelta]:
@@ -294,7 +294,7 @@ class FakeEngine:
 
     def _act(self, in_flight: str) -> list[Output]:
         if in_flight == "drain" and self._open:
-            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._open)}")
+            raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._open)})")
         return [output for id in list(self._open) for output in self.abort(id)] if in_flight == "abort" else []
 
     def stats(self) -> FakeStats:

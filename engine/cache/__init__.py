@@ -1,5 +1,5 @@
-"""KV memory: its blocks and the prefixes they hold, and the arenas that memory is carved from.
+"""KV memory: its blocks, the prefixes they hold, and the arenas from which memory is carved.
 
-Owns: which blocks are free, shared or published, and under which identity. Does not own: which sequence is computed
-(`scheduling`), nor the tensors of blocks (`running.model_runner`).
+Owns which blocks are free, shared or published, and under which identity. Does not own which sequence is computed
+(`scheduling`) or the tensors of the blocks (`running.model_runner`).
 """

@@ -1,8 +1,10 @@
-"""Memory of one process that others on the machine map as well, instead of each having a copy.
+"""Memory of one process that other processes on the machine map too, so that they need no copy.
 
-Who lends fills an arena, and seals it: from then on nobody can change what others see, and whoever writes there gets
-pages of its own. Owns the mappings and, until it is dropped, the lender's descriptor. Promises: the memory has no name,
-and goes back to the system with the last process that maps it, however these end; what is mapped is what was lent.
+The lender fills an arena and seals it. From then on no process can change what the others see; a process that writes
+gets pages of its own. Owns the mappings and, until the arena is dropped, the lender's file descriptor.
+
+Promises: the memory has no name. It returns to the system with the last process that maps it, however the processes
+end. A borrower maps exactly the memory that was lent.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from typing import NamedTuple
 
 from .memory import HUGE_PAGE, HostArena, advise
 
-_COLLAPSE, _POPULATE_READ = 25, 22  # of madvise
-_ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl
+_COLLAPSE, _POPULATE_READ = 25, 22  # advice of madvise
+_ADD_SEALS, _GET_SEALS = 1033, 1034  # commands of fcntl
 _SEALS = 2 | 4 | 16  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """What process `pid` lends: a file of `num_bytes` without a name, its descriptor `fd`, with the number `inode`."""
+    """Memory that process `pid` lends: a file of `num_bytes` without a name, with descriptor `fd` and inode `inode`."""
 
     pid: int
     fd: int
@@ -36,9 +38,9 @@ class LentMemory(NamedTuple):
 
 
 class LendableArena(HostArena):
-    """Memory to fill, and then to `lend`. Raise MemoryError if there is not so much.
+    """Memory to fill and then to `lend`. Raise MemoryError if there is not enough.
 
-    `is_huge`: whether it is of huge pages, but for an end that is shorter than one.
+    `is_huge`: whether it consists of huge pages, except for a shorter rest at its end.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -50,17 +52,17 @@ class LendableArena(HostArena):
             self.map_file(self._file, mmap.MAP_SHARED)
             self.is_huge = self._take_pages()
         except OSError as error:
-            raise MemoryError(f"expected {num_bytes} bytes of memory to lend: {error}") from None
+            raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
 
     def lend(self) -> LentMemory:
-        """Seal it. Nothing that is written here afterwards is seen by others."""
+        """Seal the memory. Other processes do not see what is written here afterwards."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
         return LentMemory(os.getpid(), self._file, status.st_ino, status.st_size)
 
     def withdraw(self) -> None:
-        """Nobody can map it from now on; who has mapped it keeps it."""
+        """Prevent further processes from mapping the memory. Processes that have mapped it keep it."""
         self._close()
 
     def drop(self, keep: bool) -> None:
@@ -69,18 +71,21 @@ class LendableArena(HostArena):
             self.withdraw()
 
     def _take_pages(self) -> bool:
-        """All of them now: whoever writes into a file for which there is no memory is killed."""
+        """Allocate all pages now: a process that writes to a file for which there is no memory is killed.
+
+        Return whether they are huge pages.
+        """
         size = self._memory.nbytes
         whole = size // HUGE_PAGE * HUGE_PAGE
         for start in range(0, whole, HUGE_PAGE):
-            os.posix_fallocate(self._file, start, mmap.PAGESIZE)  # pages are put together only where there is one
+            os.posix_fallocate(self._file, start, mmap.PAGESIZE)  # MADV_COLLAPSE needs at least one page
         is_huge = advise(self._memory.data_ptr(), whole, _COLLAPSE)
         os.posix_fallocate(self._file, 0, size)
         return is_huge
 
 
 class BorrowedArena(HostArena):
-    """What somebody lends. Raise OSError if it is not there, or not as it should be."""
+    """The memory that another process lends. Raise OSError if it is missing or not as described."""
 
     def __init__(self, lent: LentMemory) -> None:
         super().__init__(lent.num_bytes, huge_pages=True)
@@ -96,19 +101,21 @@ class BorrowedArena(HostArena):
 def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(f"expected a file of user {os.geteuid()}, found mode {status.st_mode:o} of others")
+        raise PermissionError(f"lent memory is not a file of user {os.geteuid()} (found mode {status.st_mode:o})")
     if (status.st_ino, status.st_size) != (lent.inode, lent.num_bytes):
-        raise FileNotFoundError("expected the memory that was lent, found another file")
+        raise FileNotFoundError("lent memory is gone, found another file in its place")
     if fcntl.fcntl(file, _GET_SEALS) & _SEALS != _SEALS:
-        raise PermissionError("expected memory that nobody can change, found it without seals")
+        raise PermissionError("lent memory can be changed by other processes, because it is without seals")
 
 
 @cache
 def place_to_lend() -> str | None:
-    """Where this process can lend memory to others: equal for those of one machine, user and container, with the same
-    capabilities, without which the system lets none see what another has open, and of the same NUMA nodes, as others
-    would read more slowly. None where it cannot, or where it would have small pages only: these cost more than a copy
-    in huge ones.
+    """Return a text that names the place where this process can lend memory, or None if it cannot lend.
+
+    Processes with equal places can lend to each other. They are on the same machine, in the same container, have the
+    same user and the same capabilities (the system hides open files from processes with fewer), and run on the same
+    NUMA nodes (reading from another node is slower). None also if this process would get only small pages, because
+    these cost more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None
@@ -133,7 +140,10 @@ class _Probe(LendableArena):
 
 
 def _may_be_looked_at() -> bool:
-    """Not where its program has capabilities or another user's rights: what it has open belongs to root then."""
+    """Return whether other processes of this user may open this process's files.
+
+    If the program has capabilities or the rights of another user, these files belong to root.
+    """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 
 
@@ -143,13 +153,13 @@ def _capabilities() -> str:
 
 
 def _nodes() -> list[str]:
-    """The NUMA nodes that this process may run on."""
+    """Return the NUMA nodes on which this process may run."""
     cpus = os.sched_getaffinity(0)
     lists = {path.parent.name: path.read_text() for path in _NODES.glob("node*/cpulist")}
     return sorted(name for name, text in lists.items() if cpus & _cpus(text))
 
 
 def _cpus(text: str) -> set[int]:
-    """Of a list such as `0-3,8`."""
+    """Parse a list of CPUs such as `0-3,8`."""
     ends = [part.split("-") for part in text.strip().split(",") if part]
     return {cpu for first, *last in ends for cpu in range(int(first), int((last or [first])[0]) + 1)}

@@ -1,8 +1,8 @@
-"""Memory that can be given back while the tensors in it stay what they are.
+"""Memory that can be released and taken again while the tensors in it stay valid.
 
-An arena is one mapping from which tensors are carved. It owns the mapping; whoever carved a tensor says what it holds.
-Promises: a tensor begins at a multiple of 64 bytes; memory that was dropped is back with the system when `drop`
-returns; tensors outlive `drop` and `restore`, on the host at the same addresses.
+An arena is one mapping from which tensors are carved. It owns the mapping; the code that carves a tensor owns its
+content. Promises: a tensor begins at a multiple of 64 bytes. Dropped memory is back with the system when `drop`
+returns. Tensors outlive `drop` and `restore`; on the host they keep their addresses.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
-    """The size of an arena in which `build(empty)`, which asks for its tensors with `empty(*shape)`, finds room.
+    """Return the size of an arena that holds the tensors of `build(empty)`.
 
-    `dtype`: of tensors for which `empty` is told no other.
+    `build` requests its tensors by `empty(*shape)`. `dtype`: the default dtype of `empty`.
     """
     total = 0
 
@@ -49,9 +49,9 @@ def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.
 
 
 def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
-    """An arena on a device. `huge_pages`: all of it will be used; otherwise host memory is taken as it is touched.
+    """Return an arena on a device. Raise MemoryError or RuntimeError if there is not enough memory.
 
-    Raise MemoryError or RuntimeError if there is not so much.
+    `huge_pages`: whether the whole arena will be used; otherwise host memory is taken as it is touched.
     """
     if device.type == "cpu" and sys.platform == "linux":
         return HostArena(num_bytes, huge_pages)
@@ -59,10 +59,11 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 
 
 class Arena(ABC):
-    """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept.
+    """Memory from which tensors are carved.
 
-    `num_held`: the bytes of its device that it holds now, alignment included. Host pages count before they are touched.
-    `copy_note`: why `take` had to copy pages of the host, which takes longer than moving them; empty if it did not.
+    `memory`: the bytes, uint8. They are zero at first, and after restoring memory that was not kept.
+    `num_held`: the bytes of device memory held now, including alignment. Host pages count before they are touched.
+    `copy_note`: the reason why `take` had to copy host pages, which takes longer than moving them; empty if it did not.
     """
 
     copy_note = ""
@@ -73,60 +74,61 @@ class Arena(ABC):
         self._layout: list[tuple[int, int]] = []
 
     def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """The next tensor."""
+        """Carve the next tensor."""
         start = _aligned(sum(self._layout[-1])) if self._layout else 0
         num_bytes = math.prod(shape) * dtype.itemsize
         if start + num_bytes > self._memory.nbytes:
-            raise MemoryError(f"arena: expected at most {self._memory.nbytes} bytes, asked for {start + num_bytes}")
+            raise MemoryError(f"arena has at most {self._memory.nbytes} bytes (asked for {start + num_bytes})")
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
     def take(self, other: Arena) -> None:
-        """Moves the content of another arena here, which is undefined afterwards.
+        """Move the content of another arena here. The other content is undefined afterwards.
 
         Raise ValueError unless the same tensors were carved from both.
         """
         if other._layout != self._layout or other._memory.shape != self._memory.shape:
-            raise ValueError("arena: expected one with the same tensors, found another layout")
+            raise ValueError("arena does not have the same tensors as the other arena")
         if not self._move(other):
             self._memory.copy_(other._memory)
 
     @abstractmethod
     def drop(self, keep: bool) -> None:
-        """Gives the device's memory back. `keep`: what it holds stays on the host, and comes back with `restore`.
+        """Release the device's memory.
 
-        What was dropped before without `keep` stays lost.
+        `keep`: whether the content is kept on the host until `restore`. Content that was dropped before without `keep`
+        stays lost.
         """
 
     @abstractmethod
     def restore(self) -> None:
-        """Takes the memory again."""
+        """Take the memory again."""
 
     def _move(self, other: Arena) -> bool:
-        """Moves the other's content without copying it, if that is possible."""
+        """Move the content of another arena without a copy. Return False if that is not possible."""
         return False
 
 
 class HostArena(Arena):
-    """Pages of the host. Kept content simply stays where it is.
+    """Pages of host memory. Kept content stays in place.
 
-    They may come from a file that was mapped there (`map_file`), also by the arena whose content was moved here.
+    The pages may come from a mapped file (`map_file`), possibly mapped by the arena from which the content was moved.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
         try:
             self._mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"expected {num_bytes} bytes of memory: {error}") from None
+            raise MemoryError(f"cannot get {num_bytes} bytes of memory: {error}") from None
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        # Huge pages begin at multiples of their size, and pages move whole only if both ends do.
+        # Huge pages begin at multiples of their size, and move as a whole only if source and destination do.
         start = -whole.data_ptr() % HUGE_PAGE
         super().__init__(whole[start : start + num_bytes])
         self._huge_pages = huge_pages
         self._advise()
 
     def map_file(self, file: int, flags: int) -> None:
-        """Has the file's content from now on. `flags`: of mmap, MAP_SHARED or MAP_PRIVATE."""
+        """Replace the content by that of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
         _map(self._memory, flags, file)
 
     def drop(self, keep: bool) -> None:
@@ -148,8 +150,8 @@ class HostArena(Arena):
 
     def _note_copy(self, reason: str) -> None:
         if not self.copy_note:
-            self.copy_note = f"memory pages are copied, since this system does not move them (mremap: {reason})"
-            log.warning("%s; commits of weights take longer; Linux 5.13 or later moves pages", self.copy_note)
+            self.copy_note = f"memory pages are copied, because this system cannot move them (mremap: {reason})"
+            log.warning("%s; weight commits take longer; Linux 5.13 or later moves pages", self.copy_note)
 
     def _advise(self) -> None:
         if self._huge_pages:
@@ -157,7 +159,7 @@ class HostArena(Arena):
 
 
 class DeviceArena(Arena):
-    """One allocation of torch's, on any device. Restored memory may lie elsewhere; its tensors follow it."""
+    """One torch allocation on any device. Restored memory may lie elsewhere; its tensors follow it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
@@ -186,13 +188,14 @@ class DeviceArena(Arena):
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Advises the system of memory; False if it does not take the advice."""
+    """Give the system advice about memory. Return False if the system rejects it."""
     return _system().madvise(address, num_bytes, advice) == 0
 
 
 def _map(memory: Tensor, flags: int, file: int) -> None:
-    """Puts new pages in the place of those of an arena's `memory`. Raise OSError if that failed: then nothing may be
-    mapped there.
+    """Replace the pages of an arena's `memory` by new pages.
+
+    Raise OSError on failure; there may then be no mapping at this address.
     """
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:
@@ -200,8 +203,10 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 
 
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
-    """Puts the source's pages in the destination's place; the source stays mapped, empty. False if that is not known
-    here: then nothing changed. Raise OSError if it failed: then nothing may be mapped at the destination.
+    """Move pages from source to destination. The source stays mapped, without content.
+
+    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure; there may then be no
+    mapping at the destination.
     """
     if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
         return True
@@ -212,7 +217,7 @@ def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
 
 @cache
 def _system() -> Any:
-    """The calls of the system that Python does not have."""
+    """Return the system calls that Python lacks."""
     system, number = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
     system.mmap.restype, system.mremap.restype = ctypes.c_void_p, ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, number, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -2,32 +2,37 @@
 
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
-| `Pool`          | each block's references, and which blocks of a group are free, in order of reuse                |
-| `BlockTables`   | which blocks a sequence needs of each group (`Table`), and gives them                           |
-| `BlockIdentity` | what identifies a block (`Chain`), the secret of its hashes, and the epoch                      |
-| `Claims`        | which blocks running sequences are about to compute                                             |
+| `Pool`          | the references to each block of a group, and its free blocks in order of reuse                  |
+| `BlockTables`   | the blocks that a sequence needs of each group (`Table`), and their allocation                  |
+| `BlockIdentity` | the identity of blocks (`Chain`), the secret of their hashes, and the epoch                     |
+| `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
 
-Not owned here: the tensors that blocks are made of (`model_runner`), which sequence has which table (`sequence`), and
-when to allocate, fork or preempt (`scheduler`).
+Not owned here: the tensors of the blocks (`model_runner`), which sequence has which table (`sequence`), and when to
+allocate, fork or preempt (`scheduler`).
 
-Layers of one window are a group, with a pool of blocks of their own; those without a window are the group of window
-None. An entry of the index is a prefix that ends with a full block, and names the block of each group that holds the KV
-of its last tokens, as long as that has not been handed out to others. A sequence gives a block back once none of its
-later queries can reach the block; if it was published, it may be hit until it is handed out.
+Layers with the same window form a group with its own pool of blocks. Layers without a window form the group of window
+None. An entry of the index is a prefix that ends with a full block. For each group, it names the block that holds the
+KV of the entry's last tokens, until that block is handed out again. A sequence releases a block once none of its later
+queries can reach the block. If the block was published, it can be hit until it is handed out.
 
-A prefix of L tokens can be resumed if the group of window None holds the KV of all its tokens, and a group of window W
-that of tokens [L - W + 1, L), which is what the token at L attends to beside itself.
+A prefix of L tokens can be resumed if the group of window None holds the KV of all its tokens, and each group of window
+W holds the KV of tokens [L - W + 1, L). Besides itself, the token at L attends to exactly these tokens.
 
-A full block's identity is a chain: a 128-bit hash of its parent's hash, its token ids and its extra identity, keyed by
-a secret of this process that changes with every epoch. Extra identity are the request's cache salt and the spans of
-content other than text that touch the block, each with its place relative to the block.
+The identity of a full block is a chain: a 128-bit hash of its parent's hash, its token ids and its extra identity. The
+hash is keyed by a secret of this process that changes with every epoch. The extra identity is the request's cache salt
+and the spans of content other than text that overlap the block, with their places relative to the block.
 
-Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a cached
-block can be hit until it is handed out again, or until one in use, with the same KV, takes its place; a hit has the
-same token ids, extra identity and parents, as a hash alone never decides; `invalidate` drops the index, puts the cached
-blocks next in line, and changes nothing else; what was computed under an earlier epoch is never published afterwards.
-Nothing but `invalidate` and `check_integrity` costs more the more blocks there are.
+Promises:
+
+- A lookup changes nothing.
+- An allocation succeeds as a whole or changes nothing.
+- A block in use is never evicted.
+- A cached block can be hit until it is handed out again, or until a block in use with the same KV replaces it.
+- A hit has the same token ids, extra identity and parents; the hash alone never decides.
+- `invalidate` drops the index, makes the cached blocks the next to be reused, and changes nothing else.
+- KV that was computed under an earlier epoch is never published.
+- Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ Owner = TypeVar("Owner")
 
 
 class Pool(Generic[Owner]):
-    """`num_blocks` blocks. `evict(owner)` is called when the block that `owner` published is handed out."""
+    """`num_blocks` blocks. Calls `evict(owner)` when it hands out a block that `owner` published."""
 
     def __init__(self, num_blocks: int, evict: Callable[[Owner], object]) -> None:
         self.num_blocks = num_blocks
@@ -66,34 +71,37 @@ class Pool(Generic[Owner]):
 
     @property
     def num_free(self) -> int:
-        """Blocks without a reference, published or not."""
+        """The number of blocks without a reference, published or not."""
         return len(self._empty) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that are still published."""
+        """The number of free blocks that are still published."""
         return len(self._cached)
 
     def is_cached(self, block: int) -> bool:
-        """Whether a block is free and still published."""
+        """Return whether a block is free and still published."""
         return block in self._cached
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Free blocks but for some."""
+        """Return the number of free blocks, not counting the given blocks."""
         return self.num_free - sum(block in self._cached for block in blocks)
 
     def take(self, count: int) -> list[int]:
-        """References so many free blocks, of which there are enough."""
+        """Take `count` free blocks, with one reference each. Enough blocks must be free."""
         return [self._take_free() for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block, in use or cached; cached ones are in use again."""
+        """Add a reference to each block. The blocks must be in use or cached; cached blocks are in use again."""
         for block in blocks:
             self._references[block] += 1
             self._cached.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a reference from each block. The last blocks are reused first, unpublished ones before all."""
+        """Drop a reference to each block.
+
+        Later blocks are reused before earlier ones, and unpublished blocks before published ones.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] > 0:
@@ -104,22 +112,24 @@ class Pool(Generic[Owner]):
                 self._empty.append(block)
 
     def unpublish(self, block: int) -> None:
-        """Takes a block from its owner; a free one is empty then."""
+        """Take a block from its owner. A free block becomes empty."""
         del self.published[block]
         if block in self._cached:
             del self._cached[block]
             self._empty.append(block)
 
     def unpublish_all(self) -> None:
-        """Takes all blocks from their owners. Free ones are handed out next, the longest released one first: their
-        memory has been used, that of others perhaps never.
+        """Take all blocks from their owners.
+
+        Free blocks are handed out next, in the order of their release: their memory has been used, while other memory
+        may never have been touched.
         """
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
         self.published.clear()
 
     def miscounted(self, held: Iterable[int]) -> set[int]:
-        """The blocks that are not accounted for exactly by `held`, a block for each reference."""
+        """Return the blocks for which `held` does not account exactly. `held`: one block for each reference."""
         counts, free = Counter(held), Counter([*self._empty, *self._cached])
         blocks = range(self.num_blocks)
         wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
@@ -139,10 +149,10 @@ class Pool(Generic[Owner]):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A published prefix: its place in the index and what it ends with. `parent` is the one a block shorter.
+    """A published prefix: its place in the index and its last block.
 
-    `blocks`: of each group, that with the KV of its last tokens; None if that was handed out. `num_children`: of how
-    many entries in the index it is the parent.
+    `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the last tokens,
+    or None if it was handed out again. `num_children`: the number of index entries with this entry as their parent.
     """
 
     hash: bytes
@@ -157,10 +167,10 @@ class Entry:
 class Chain:
     """The identity of one sequence's full blocks under one epoch.
 
-    `hashes[i]` identifies block i; each is computed once. `entries[i]` is where block i was found or published. Hashes
-    cover the blocks [0, known full blocks); entries, while the sequence runs, the blocks [0, computed full blocks).
-    `salt`: extra identity of every block. `spans`: content other than text, sorted. `has_records`: what it publishes is
-    published with a record that others may wait for.
+    `hashes[i]` identifies block i; each hash is computed once. `entries[i]` is the entry at which block i was found or
+    published. Hashes cover the blocks [0, known full blocks). While the sequence runs, entries cover the blocks [0,
+    computed full blocks). `salt`: extra identity of every block. `spans`: content other than text, sorted.
+    `has_records`: the blocks of this chain are published with routed experts, for which other sequences may wait.
     """
 
     epoch: int
@@ -171,17 +181,17 @@ class Chain:
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
-        """A chain that begins like this one and goes on by itself."""
+        """Return a chain that begins like this one and continues independently."""
         return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
 def _extra(salt: bytes, spans: bytes) -> bytes:
-    """Bytes that no other salt and spans have."""
+    """Return bytes that differ for any other salt and spans."""
     return b"spans:" + len(spans).to_bytes(4, "little") + spans + salt
 
 
 class BlockIdentity:
-    """Hashes blocks of `block_size` tokens. `epoch`: how often `renew` was called."""
+    """Hashes blocks of `block_size` tokens. `epoch`: the number of calls of `renew`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -189,27 +199,27 @@ class BlockIdentity:
         self._key = secrets.token_bytes(32)
 
     def renew(self) -> None:
-        """Begin the next epoch: chains of the ones before name no block any more."""
+        """Begin the next epoch. Chains of earlier epochs no longer identify any block."""
         self.epoch += 1
         self._key = secrets.token_bytes(32)
 
     def new_chain(self, cache_salt: str | None, spans: Sequence[ContentSpan] = (), has_records: bool = False) -> Chain:
-        """An empty chain of the current epoch. Chains with different salts never share a block."""
+        """Return an empty chain of the current epoch. Chains with different salts never share a block."""
         salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
         return Chain(self.epoch, salt, spans, has_records)
 
     def restart(self, chain: Chain) -> Chain:
-        """An empty chain of the current epoch with the extra identity of another one."""
+        """Return an empty chain of the current epoch, with the extra identity of `chain`."""
         return Chain(self.epoch, chain.salt, chain.spans, chain.has_records)
 
     def extend(self, chain: Chain, tokens: array[int], num_blocks: int) -> None:
-        """Compute the hashes of the first `num_blocks` blocks that a chain lacks."""
+        """Compute the missing hashes of the first `num_blocks` blocks of a chain."""
         for i in range(len(chain.hashes), num_blocks):
             parent = chain.hashes[-1] if chain.hashes else bytes(16)
             chain.hashes.append(self._digest(parent + b"".join(self.content(chain, tokens, i))))
 
     def content(self, chain: Chain, tokens: array[int], i: int) -> tuple[bytes, bytes]:
-        """What block i holds: its token ids, and its extra identity."""
+        """Return the token ids and the extra identity of block i."""
         start, end = i * self.block_size, (i + 1) * self.block_size
         spans = content_within(chain.spans, start, end) if chain.spans else b""
         return tokens[start:end].tobytes(), _extra(chain.salt, spans) if spans else chain.salt
@@ -219,18 +229,20 @@ class BlockIdentity:
 
 
 class Claims:
-    """By the hash of a block: the chain that computes it."""
+    """The chains that are computing blocks, by the hash of the block."""
 
     def __init__(self) -> None:
         self._chains: dict[bytes, Chain] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block with this hash is being computed."""
+        """Return whether the block with this hash is being computed."""
         return key in self._chains
 
     def find(self, chain: Chain, keys: Iterable[bytes]) -> bytes | None:
-        """Of blocks that follow one another and are being computed by other chains, with records if this one has some,
-        the hash of the last one in a row; None if the first one is not.
+        """Return the hash of the last block in a row that other chains are computing.
+
+        `keys`: the hashes of consecutive blocks. Return None if no other chain computes the first one. A chain with
+        records counts only other chains with records.
         """
         found = None
         for key in keys:
@@ -241,29 +253,31 @@ class Claims:
         return found
 
     def add(self, chain: Chain) -> None:
-        """Announce that the owner of `chain` is about to compute all its known blocks that no one else has claimed."""
+        """Claim all blocks that `chain` knows but has not computed, except blocks claimed by other chains."""
         for key in chain.hashes[len(chain.entries) :]:
             self._chains.setdefault(key, chain)
 
     def withdraw(self, chain: Chain) -> None:
-        """Withdraw what `add` announced and nothing has fulfilled."""
+        """Withdraw the claims of a chain that are not fulfilled."""
         for key in chain.hashes[len(chain.entries) :]:
             self.fulfil(chain, key)
 
     def fulfil(self, chain: Chain, key: bytes) -> None:
-        """A chain no longer computes this block; a claim of another chain on it stays."""
+        """Drop the claim of this chain on a block; a claim of another chain is kept."""
         if self._chains.get(key) is chain:
             del self._chains[key]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all claims."""
         self._chains.clear()
 
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The blocks of one sequence. Those of each group are as many; block i holds the KV of tokens [i * block_size, (i +
-    1) * block_size) in that group's layers, from block `starts[group]` on. Blocks before that are no longer its own.
+    """The blocks of one sequence, equally many in each group.
+
+    Block i holds the KV of tokens [i * block_size, (i + 1) * block_size) in the layers of its group. The sequence holds
+    the blocks from `starts[group]` on. Earlier blocks are released.
     """
 
     blocks: list[array[int]] = field(default_factory=list)
@@ -273,13 +287,14 @@ class Table:
         return len(self.blocks[0]) if self.blocks else 0
 
     def held(self, group: int) -> array[int]:
-        """The sequence's blocks of a group."""
+        """Return the blocks of a group that the sequence still holds."""
         return self.blocks[group][self.starts[group] :]
 
 
 class BlockTables:
-    """Gives tables their blocks of `block_size` tokens, from the pool of each window; that of None, if there is one,
-    comes first. `windowed`: the groups with a window, and their windows.
+    """Gives tables their blocks of `block_size` tokens, from the pool of each window.
+
+    If there is a pool of window None, it comes first. `windowed`: the groups with a window, and their windows.
     """
 
     def __init__(self, pools: Mapping[int | None, Pool[Entry]], block_size: int) -> None:
@@ -289,34 +304,36 @@ class BlockTables:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had of each group at once."""
+        """The number of blocks that each group can provide."""
         return min(pool.num_free for pool in self.pools)
 
     def stats(self) -> tuple[PoolStats, ...]:
-        """How the pool of each window is used."""
+        """Return the usage of each window's pool."""
         return tuple(
             PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
             for window, pool in zip(self.windows, self.pools, strict=True)
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
-        """The most blocks that a sequence has of each group at a time until it has `num_tokens` tokens, which are
-        computed in chunks of up to `chunk`.
+        """Return the most blocks of each group that a sequence holds at a time while it grows to `num_tokens` tokens.
+
+        Its tokens are computed in chunks of up to `chunk`.
         """
         whole = self.blocks_for(num_tokens)
         return [whole if w is None else min(whole, self.blocks_for(w + chunk - 2) + 1) for w in self.windows]
 
     def first_needed(self, window: int, num_tokens: int) -> int:
-        """The first block that the token at `num_tokens`, and those after it, can reach."""
+        """Return the first block that the token at `num_tokens` and later tokens can reach."""
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Whether there is room for a sequence that goes on from the hits to `num_tokens` tokens, in chunks of up to
-        `chunk`, or shorter ones where a window has so few blocks.
+        """Return whether there is room for a sequence that continues from the hits to `num_tokens` tokens.
+
+        Its tokens are computed in chunks of up to `chunk`, or in shorter chunks where the pool of a window is small.
         """
         table, fresh = self._hit_table(hits), self.blocks_for(num_tokens) - len(hits)
         for group, needed in enumerate(self.blocks_needed(num_tokens, chunk)):
@@ -328,7 +345,7 @@ class BlockTables:
         return True
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
+        """Raise InvalidRequestError if a sequence of `num_tokens` could not even run alone."""
         for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
@@ -339,26 +356,29 @@ class BlockTables:
                 )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
-        """References what a sequence needs to go on from the hits, and `num_new` fresh blocks of each group, which
-        follow. Raise RuntimeError if too few are free.
+        """Return a table with the blocks of the hits that are needed to continue, and `num_new` fresh blocks per group.
+
+        Raise RuntimeError if too few blocks are free.
         """
         table = self._hit_table(hits)
         free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
         if num_new > free:
-            raise RuntimeError(f"prefix cache: expected {num_new} free blocks beside the hits, found {free}")
+            raise RuntimeError(f"prefix cache: {num_new} free blocks needed beside the hits, but there are {free}")
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
         self.extend(table, num_new)
         return table
 
     def extend(self, table: Table, num_new: int) -> None:
-        """Adds so many fresh blocks of each group to a table; there are enough."""
+        """Add `num_new` fresh blocks of each group to a table. Enough blocks must be free."""
         for pool, blocks in zip(self.pools, table.blocks, strict=True):
             blocks.extend(pool.take(num_new))
 
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """A second table of the first `num_tokens` tokens of one, with its full blocks, and a fresh one for what is
-        left; of each group what has to be copied, destination to source. There are enough free blocks.
+        """Return a second table for the first `num_tokens` tokens of `table`, and the block copies that it needs.
+
+        It shares the full blocks and gets a fresh block for a partial last block. The copies are, for each group,
+        destination to source. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -369,8 +389,9 @@ class BlockTables:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Releases the blocks of a table that no query from `num_computed` on can reach. What of them is to be found
-        again was published before.
+        """Release the blocks of a table that no query from `num_computed` on can reach.
+
+        Publish blocks before this, if they are to be found again.
         """
         for group, window in self.windowed:
             start, first = table.starts[group], self.first_needed(window, num_computed)
@@ -379,7 +400,7 @@ class BlockTables:
                 table.starts[group] = first
 
     def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Whether a window leaves a block behind, for each sequence that went on from `starts` to `ends`: bool [N]."""
+        """Return which sequences left a block behind a window when they advanced from `starts` to `ends`, bool [N]."""
         leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
@@ -387,12 +408,12 @@ class BlockTables:
         return leaves
 
     def release(self, table: Table) -> None:
-        """Releases all blocks of a table."""
+        """Release all blocks of a table."""
         for group, pool in enumerate(self.pools[: len(table.blocks)]):
             pool.release(table.held(group))
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """What is needed of the blocks of a prefix that can be resumed."""
+        """Return a table with the blocks that are needed to resume a prefix. It takes no references."""
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
         blocks = [array("q", [entry.blocks[group] or 0 for entry in hits]) for group in range(len(self.pools))]
@@ -400,12 +421,12 @@ class BlockTables:
 
 
 class PrefixCache:
-    """Finds published prefixes of blocks of `block_size` tokens. `num_blocks`: how many the layers of each window
-    share; those of window None, if there are such layers, come first.
+    """Finds published prefixes of blocks of `block_size` tokens.
 
-    `tables`: gives sequences their blocks. `identity`: names blocks. `claims`: the blocks that are being computed. With
-    `enabled` false nothing is ever published, so that nothing is ever found. `forget` is told of entries that can be
-    found no more.
+    `num_blocks`: for each window, the number of blocks that its layers share; window None comes first, if there is one.
+    `enabled`: if False, nothing is published, so that nothing is found. `forget`: called with entries that can no
+    longer be found. `tables`: gives sequences their blocks. `identity`: identifies blocks. `claims`: the blocks that
+    are being computed.
     """
 
     def __init__(
@@ -426,11 +447,14 @@ class PrefixCache:
 
     @property
     def entries(self) -> Collection[Entry]:
-        """All that are in the index."""
+        """All entries of the index."""
         return self._index.values()
 
     def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
-        """The entries of the longest prefix of tokens [0, limit) that can be resumed; fills in the chain's hashes."""
+        """Return the entries of the longest prefix of tokens [0, limit) that can be resumed.
+
+        The missing hashes of the chain are filled in.
+        """
         hits: list[Entry] = []
         if not self.enabled:
             return hits
@@ -443,11 +467,11 @@ class PrefixCache:
         return self.deepest(hits)
 
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """The longest beginning of a run of entries that can be resumed and ends with one that is ready."""
+        """Return the longest start of a run of entries that can be resumed and ends with a ready entry."""
         windowed = self.tables.windowed
         if not windowed and is_ready is None:
             return run
-        lost, found = dict.fromkeys(windowed, 0), 0  # the last entry that lacks a block of each window
+        lost, found = dict.fromkeys(windowed, 0), 0  # for each window, the last entry that lacks its block
         for count, entry in enumerate(run, 1):
             for group, window in windowed:
                 if entry.blocks[group] is None:
@@ -458,13 +482,14 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Of the blocks after the hits that lie within [0, limit) tokens, the last one in a row that others are
-        computing (`Claims.find`).
+        """Return the hash of the last block in a row after the hits that other chains are computing (`Claims.find`).
+
+        Only blocks within tokens [0, limit) count.
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
     def publish(self, chain: Chain, tokens: array[int], table: Table, num_computed: int) -> None:
-        """Makes the full blocks of the computed tokens [0, num_computed) findable, if the epoch is still theirs."""
+        """Make the full blocks of the computed tokens [0, num_computed) findable, if their epoch is the current one."""
         if not self.enabled or chain.epoch != self.identity.epoch:
             return
         num_full = num_computed // self.block_size
@@ -475,7 +500,7 @@ class PrefixCache:
             chain.entries.append(self._publish(chain, *self.identity.content(chain, tokens, i), blocks))
 
     def invalidate(self) -> None:
-        """Forgets every published prefix and begins the next epoch; blocks and references stay as they are."""
+        """Drop every published prefix and begin the next epoch. Blocks and references are unchanged."""
         self.identity.renew()
         for pool in self.tables.pools:
             pool.unpublish_all()
@@ -484,8 +509,9 @@ class PrefixCache:
         self.claims.clear()
 
     def check_integrity(self, tables: Iterable[Table]) -> None:
-        """Raise RuntimeError unless `tables`, those of all sequences, account for each block exactly, and the index for
-        each that is published.
+        """Raise RuntimeError unless each block is accounted for by `tables`, and each published block by the index.
+
+        `tables`: the tables of all sequences.
         """
         tables, index = list(tables), list(self._index.items())
         wrong = {entry.hash for key, entry in index if key != entry.hash or not self._serves(entry)}
@@ -495,7 +521,7 @@ class PrefixCache:
             if miscounted or wrong or named != pool.published:
                 raise RuntimeError(
                     f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} are not counted "
-                    "exactly once, or the index does not agree with what is published"
+                    "exactly once, or the index does not agree with the published blocks"
                 )
 
     def _find(self, key: bytes, parent: Entry | None, tokens: bytes, extra: bytes) -> Entry | None:
@@ -504,10 +530,10 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
-        """The entry for the next block of a chain: one that was there, which gets what it lacks, or a new one.
+        """Return the entry for the next block of a chain, new or existing. An existing entry gets its missing blocks.
 
-        A block in use takes the place of a cached one, which could be handed out while the chain goes on: what is
-        published behind it would be out of reach.
+        A block in use replaces a cached block of the entry. Otherwise the cached block could be handed out while the
+        chain continues, and the blocks published after it would be unreachable.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)
@@ -528,21 +554,23 @@ class PrefixCache:
         return entry
 
     def _lose(self, group: int, entry: Entry) -> None:
-        """The block of an entry in a group is handed out."""
+        """Remove the block of an entry in a group, which is handed out again."""
         entry.blocks[group] = None
         if not self._serves(entry):
             self._remove(entry)
 
     def _serves(self, entry: Entry) -> bool:
-        """Whether an entry may be a part of a prefix that can be resumed. Without the full KV of its last tokens none
-        can; where all layers have windows, one can as long as there are blocks behind.
+        """Return whether an entry can be part of a prefix that can be resumed.
+
+        If there are layers without a window, the entry needs their KV of its last tokens. If all layers have windows,
+        the entry serves as long as it has a block or there are entries after it.
         """
         if self.tables.windows[0] is None:
             return entry.blocks[0] is not None
         return entry.num_children > 0 or any(block is not None for block in entry.blocks)
 
     def _remove(self, entry: Entry) -> None:
-        """Takes an entry from the index, and those before it that were there for its sake."""
+        """Remove an entry from the index, and with it those ancestors that served only this entry."""
         last: Entry | None = entry
         while last is not None:
             del self._index[last.hash]
@@ -553,7 +581,7 @@ class PrefixCache:
             last = self._left_alone(last.parent)
 
     def _left_alone(self, parent: Entry | None) -> Entry | None:
-        """An entry that has lost a child, if it is in the index and serves no more."""
+        """Return the parent of a removed entry if the parent is in the index and no longer serves, otherwise None."""
         if parent is None:
             return None
         parent.num_children -= 1

@@ -2,13 +2,15 @@
 
 | owned here                                           | owned elsewhere                                            |
 |------------------------------------------------------|------------------------------------------------------------|
-| entry of the prefix index -> rows of its own tokens  | which prefixes there are (`prefix_cache`)                  |
-| which of them were used least recently               | what a row is, and those of a sequence (`outputs.routes`)  |
-| how many there may be                                | who needs them, and when there are new ones (`scheduler`)  |
+| entry of the prefix index -> rows of its own tokens  | the known prefixes (`prefix_cache`)                        |
+| the order in which rows were last used               | the format of rows, a sequence's rows (`outputs.routes`)   |
+| the capacity                                         | the use of rows, and when rows are added (`scheduler`)     |
 
-An entry gets its rows from a sequence that records them while it computes the block, be that later than the one that
-published it. They are no part of its identity, and they go with it. Promises: there are at most `capacity`; one more
-takes the place of the one used least recently, whose entry stays, and is then computed again by whoever needs the rows.
+An entry gets its rows from a sequence that records them while it computes the block. This may be a later sequence than
+the one that published the block. Rows are not part of an entry's identity, and are dropped with the entry.
+
+Promises: at most `capacity` entries have rows. One more replaces the least recently used rows. The entry that loses its
+rows stays in the index; a sequence that needs the rows computes the block again.
 """
 
 from __future__ import annotations
@@ -29,35 +31,35 @@ class RouteRecords:
 
     @property
     def num_bytes(self) -> int:
-        """What the rows take now."""
+        """The bytes of all rows."""
         return len(self._rows) * self.block_bytes
 
     def recorded(self, run: Sequence[Entry]) -> list[Entry]:
-        """The longest beginning of a run of entries that all have their rows."""
+        """Return the longest start of a run of entries that all have rows."""
         count = next((i for i, entry in enumerate(run) if entry not in self._rows), len(run))
         return list(run[:count])
 
     def attach(self, entry: Entry, rows: bytes) -> None:
-        """Makes rows those of an entry of the index. Those that it has already are the same."""
+        """Attach rows to an entry of the index. If the entry has rows already, they are the same."""
         self._rows[entry] = rows
         self._rows.move_to_end(entry)
         if len(self._rows) > self.capacity:
             self._rows.popitem(last=False)
 
     def rows(self, entries: Sequence[Entry]) -> bytes:
-        """The rows of entries that all have theirs, one behind the other."""
-        # The first one is used last: without it, those behind it are of no use.
+        """Return the concatenated rows of entries that all have rows."""
+        # The first one is marked as used last, because the others are useless without it.
         for entry in reversed(entries):
             self._rows.move_to_end(entry)
         return b"".join([self._rows[entry] for entry in entries])
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drops the rows of entries that go."""
+        """Drop the rows of removed entries."""
         for entry in entries:
             self._rows.pop(entry, None)
 
     def check_integrity(self, index: Iterable[Entry]) -> None:
-        """Raise RuntimeError unless all that have rows are in the index, and there are not too many."""
+        """Raise RuntimeError unless all entries with rows are in the index, and there are not too many rows."""
         lost = self._rows.keys() - set(index)
         if lost or len(self._rows) > self.capacity or {*map(len, self._rows.values())} - {self.block_bytes}:
             raise RuntimeError(f"routes: {len(lost)} of {len(self._rows)} blocks are not in the index, or too many")

@@ -1,4 +1,4 @@
-"""The decoder, and how its weights, its tokenizer and its settings are found and loaded.
+"""Models: the decoder, and the search and loading of its weights, tokenizer and settings.
 
-Owns: folders of models and what is read from them. Does not own: the ops (`kernels`), nor the memory of sequences.
+Owns model folders and everything read from them. Does not own the ops (`kernels`) or the memory of sequences.
 """

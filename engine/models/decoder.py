@@ -1,7 +1,8 @@
-"""A decoder: the weights of a `DecoderSpec` and its forward pass over the memory of its layers.
+"""The decoder: the weights of a `DecoderSpec`, and its forward pass over the memory of its layers.
 
-Owns the weights' layout, each as its backend wants it, under the names of the checkpoint (`checkpoint_tensors`); their
-memory is given to it. Owns no memory of sequences and keeps no state between calls. Knows no family.
+Owns the layout of the weights, in the form that its backend wants, under the names of the checkpoint
+(`checkpoint_tensors`). Their memory is provided by the caller. Owns no memory of sequences, keeps no state between
+calls, and knows no model family.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from ...kernels.stacks import Stack, StackLayout
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
-# The roles of stacks, and of their parts in the order of their rows.
+# The roles of stacks, and the roles of their parts in the order of the rows.
 _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
 
 
 class EmbeddedRows(NamedTuple):
-    """Embeddings of content other than text: `rows` [R, hidden_size], in the model's dtype, of the tokens at `places`,
-    int64 [R], all of them different.
+    """Embeddings of content other than text.
+
+    `places`: int64 [R], the indices of the tokens, all different. `rows`: [R, hidden_size], in the model's dtype.
     """
 
     places: Tensor
@@ -39,11 +41,11 @@ class EmbeddedRows(NamedTuple):
 class ModelInput:
     """M tokens of a mixed batch.
 
-    `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: what each layer
-    remembers, as its mixer does. `pages`: where in it each layer writes the keys and values of the M tokens, before
-    they are attended to, and where it reads. `states`: which states the same sequences go on from, and where they leave
-    theirs; None if no layer has any. `embedded`: what takes the place of the embeddings of some tokens, unscaled; None
-    if nothing does.
+    `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
+    layer, in the form of its mixer. `pages`: for each layer, the places in its memory to which it writes the keys and
+    values of the M tokens before attention, and from which it reads. `states`: for each sequence, the states that it
+    reads and the places to which it writes them; None if no layer has states. `embedded`: embeddings that replace those
+    of some tokens, unscaled; None if there are none.
     """
 
     token_ids: Tensor
@@ -55,8 +57,10 @@ class ModelInput:
 
 
 class ModelOutput(NamedTuple):
-    """`hidden` [M, hidden_size]: after the last norm. `records`: what else is known of each token, by name; of a model
-    with experts `ROUTES`, the experts that each layer with such chose, int32 [layers with experts, M, top_k].
+    """The output of a forward pass.
+
+    `hidden`: [M, hidden_size], after the last norm. `records`: further values for each token, by name. For a model with
+    experts, `ROUTES` has the experts chosen by each layer with experts, int32 [layers with experts, M, top_k].
     """
 
     hidden: Tensor
@@ -66,8 +70,8 @@ class ModelOutput(NamedTuple):
 class Decoder:
     """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
 
-    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device, or of another
-    `dtype` that it is told. It is called in the same order for the same spec and backend.
+    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device. The call may also
+    pass a `dtype`. The calls are the same, in the same order, for the same spec and backend.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
@@ -93,20 +97,20 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of hidden states."""
+        """The dtype of hidden states."""
         return self.norm.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.norm.device
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
-        """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""
+        """Return the destination of every tensor that a checkpoint must have, by its Hugging Face name."""
         return self._tensors
 
     def stack_parts(self) -> dict[str, tuple[str, ...]]:
-        """Which of `checkpoint_tensors` a checkpoint may have in parts, and what these are called (`Parts`)."""
+        """Return the names of the parts that may replace some of `checkpoint_tensors` in a checkpoint (`Parts`)."""
         spec = self.spec
         return {
             f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)
@@ -116,25 +120,25 @@ class Decoder:
         }
 
     def tied_tensors(self) -> dict[str, str]:
-        """Names a checkpoint may have beside `checkpoint_tensors`, for copies of them: of which."""
+        """Return further names that a checkpoint may have for copies of tensors, with the tensor that each copies."""
         return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:
-        """Names a checkpoint may have beside those, for constants that are computed here."""
+        """Return further names that a checkpoint may have for constants that are computed here."""
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
 
     @property
     def record_names(self) -> tuple[str, ...]:
-        """Those of the records that `forward` gives."""
+        """The names of the records that `forward` returns."""
         return (ROUTES,) if self.spec.experts else ()
 
     @property
     def num_bytes(self) -> int:
-        """The memory that the weights take."""
+        """The bytes of the weights."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def forward(self, tokens: ModelInput) -> ModelOutput:
-        """The hidden states of the tokens."""
+        """Return the hidden states and the records of the tokens."""
         ops, spec = self.ops, self.spec
         rotations = [
             turn(ops, rotation, inv_freq, tokens.positions)

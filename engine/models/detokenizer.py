@@ -1,7 +1,7 @@
-"""The text of tokens that come one by one: a stop string is looked for in it, and a stream sends it.
+"""The detokenizer: text of tokens that arrive one by one, for stop strings and for streams.
 
-Promises that a token costs the same, whatever came before it, and that a part of the text is returned once it is
-certain, at most three tokens with text late: the last bytes may belong to a character that is not complete.
+Promises: each token costs the same, whatever the tokens before it. A part of the text is returned once it is certain,
+at most three tokens with text later. Until then, the last bytes may belong to an incomplete character.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ from collections.abc import Callable
 
 REPLACEMENT = "\ufffd"
 _MOST_INCOMPLETE = 3
-"""Bytes of a character without its last one, and so the most tokens that can hold them."""
+"""The most bytes of an incomplete character, and therefore the most tokens that can hold them."""
 
 
 class Detokenizer:
-    """Turns tokens into text. `decode`: the text of tokens. `is_silent`: whether a token adds no text wherever it
-    stands; it is asked only about tokens that complete none.
+    """Turns tokens into text.
 
-    The parts that `add` and `rest` return make the text of all tokens, unless the decoder changes by later tokens what
-    was returned, as by a byte that makes the bytes before it invalid: that part stays, and what follows is decoded
-    alone.
+    `decode`: returns the text of tokens. `is_silent`: returns whether a token never adds text; called only for tokens
+    that complete no text.
 
-    A decoder may treat the first token of a text in a way of its own, so tokens are decoded behind those that were read
-    before. (`tokenizers.decoders.DecodeStream` raises where tokens are no valid UTF-8.)
+    The parts returned by `add` and `rest` make up the text of all tokens, with one exception: a later token may change
+    text that was already returned, such as a byte that makes the bytes before it invalid. The returned text then
+    stands, and the following tokens are decoded alone.
+
+    A decoder may treat the first token of a text specially, so tokens are decoded together with the tokens before them.
+    (`tokenizers.decoders.DecodeStream` raises if tokens are not valid UTF-8.)
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:
         self._decode, self._is_silent = decode, is_silent
-        # The tokens that were read last: `_num_settled` whose text was returned, then those that completed none.
+        # The last tokens: `_num_settled` tokens with text that was returned, then tokens that completed no text.
         self._window: list[int] = []
         self._num_settled = 0
-        self._returned = ""  # with what the text of the window begins that was returned before
+        self._returned = ""  # the start of the window's text, which was returned before
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; none while it may end in the middle of a character."""
+        """Return the text that this token completes; empty while it may end in the middle of a character."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) > len(self._returned) and not text.endswith(REPLACEMENT):
@@ -45,18 +47,18 @@ class Detokenizer:
         return ""
 
     def rest(self) -> str:
-        """The text of the tokens that completed none."""
+        """Return the text of the last tokens, which completed no text."""
         return self._new_in(self._decode(self._window), 0)
 
     def _num_uncertain(self, text: str) -> int:
-        """How many characters at the end of `text` the bytes of the last tokens are shown as until more come."""
+        """Return the number of uncertain characters at the end of `text`: more tokens may change them."""
         num_marks = len(text) - len(text.rstrip(REPLACEMENT))
         before = self._decode(self._window[:-_MOST_INCOMPLETE])
         num_certain = max(len(before), len(self._returned))
         return max(0, min(num_marks, _MOST_INCOMPLETE, len(text) - num_certain))
 
     def _advance(self, text: str, window: list[int], num_uncertain: int) -> str:
-        """What is new in `text`, that of the window, but for the uncertain characters; goes on with `window`."""
+        """Return the new part of `text`, the window's text, without uncertain characters. Continue with `window`."""
         new = self._new_in(text, num_uncertain)
         self._window = window
         self._num_settled = 0 if num_uncertain else len(window)

@@ -1,7 +1,6 @@
-"""Models made from a configuration alone, with random weights, to measure speed where no checkpoint is at hand.
+"""Dummy models with random weights, built from a configuration alone, to measure speed without a checkpoint.
 
-Promises: the same configuration and dtype on the same kind of device give the same weights, and activations stay
-finite.
+Promises: the same configuration and dtype on the same kind of device give the same weights. Activations stay finite.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ _CONFIGS = Path(__file__).parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """The folder of a configuration: a config.json, a folder that holds one, or the name of one that is shipped.
+    """Return the folder of a configuration.
 
-    Raise ModelError if there is none.
+    `name`: a config.json, a folder with a config.json, or the name of a shipped configuration. Raise ModelError if
+    there is none.
     """
     shipped = {folder.name: folder for folder in _CONFIGS.iterdir()}
     path = local_path(name)
@@ -40,16 +40,15 @@ def find_config(name: str) -> Path:
 
 
 def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
-    """Overwrites weights of a decoder, by their Hugging Face names: those of norms so that they multiply by 1, the
-    others with normally distributed numbers of mean 0.
+    """Overwrite the weights of a decoder with random numbers. `weights`: by their Hugging Face names.
 
-    Their standard deviation is 1 / sqrt(size of the last axis), or of that which a product adds along, so that a
-    product of rows of unit variance has unit variance. They are drawn on `device`, one tensor at a time, of a stack one
-    expert.
+    Norms get the weights with which they multiply by 1. The other weights are normally distributed with mean 0. Their
+    standard deviation is 1 / sqrt(size of the axis along which a product adds), so that a product of rows of unit
+    variance has unit variance. They are drawn on `device`, one tensor at a time, or one expert of a stack at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():
-        # All norms are like the last one, but for those of delta nets.
+        # All norms are like the last one, except the norms of delta nets.
         zero_centered = spec.norm.zero_centered and not name.endswith(spec.names["delta.norm"])
         is_norm = name.endswith("norm.weight")
         for part in _parts(weight):
@@ -58,7 +57,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
 
 
 def _parts(weight: Any) -> list[Any]:
-    """A weight, or what a stack has of each expert."""
+    """Return a list with the weight, or with the matrices of a stack's experts."""
     return [weight.narrow(0, i, 1) for i in range(weight.shape[0])] if isinstance(weight, Stack) else [weight]
 
 

@@ -1,8 +1,8 @@
-"""Which tokens end a text, by the files of a model folder.
+"""End-of-sequence tokens: the tokens that end a text, according to the files of a model folder.
 
-Owns nothing. Promises the union of what generation_config.json, config.json and the tokenizer say, so that a sample
-ends wherever a common server or transformers would end it; that of a tokenizer only JSON is read, and no code is run;
-and that a token which the model cannot draw is never among them.
+Owns nothing. Promises the union of the tokens named by generation_config.json, config.json and the tokenizer, so that a
+sample ends wherever a common server or transformers would end it. Of a tokenizer only JSON is read, and no code runs. A
+token that the model cannot draw is never in the result.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from trueroll.errors import ModelError, brief
 from .files import MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES, read_json
 
 MAX_EOS_TOKENS = 256
-"""In one file."""
+"""The limit for one file."""
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER = "tokenizer.json"
 log = logging.getLogger(__name__)
 
 
 def find_eos_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, in [0, vocab_size): those of generation_config.json, those of `config`, which
-    config.json holds, and the `eos_token` of the tokenizer. Nothing else is read from these files, so that they cannot
-    change how a request is sampled. The log says which file named which token, and warns if there is none.
+    """Return the tokens that end a text, in [0, vocab_size).
 
-    Raise ModelError for a file that cannot be read, and for settings that are no ids or not in the vocabulary. A token
-    of the tokenizer for which the model has no id is left out, with a warning.
+    These are the ids in generation_config.json, the ids in `config` (the content of config.json), and the `eos_token`
+    of the tokenizer. Nothing else is read from these files, so that they cannot change how a request is sampled. The
+    log says which file named which token, and warns if there is none.
+
+    Raise ModelError if a file cannot be read, or if the settings are not ids or not in the vocabulary. A tokenizer's
+    token without an id in the model is skipped, with a warning.
     """
     generation = folder / "generation_config.json"
     files = {
@@ -51,8 +53,8 @@ def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
         log.info("%s: samples end at the tokens %s", folder, named)
         return
     log.warning(
-        "%s: expected a token that ends a text, found none in generation_config.json, config.json and the tokenizer; "
-        "samples end at max_tokens, stop_token_ids and stop alone: set eos_token_id in generation_config.json",
+        "%s: generation_config.json, config.json and the tokenizer name no token that ends a text; samples end only at "
+        "max_tokens, stop_token_ids and stop: set eos_token_id in generation_config.json",
         folder,
     )
 
@@ -62,14 +64,14 @@ def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _read_config_ids(path: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Those of a decoder's settings, and those of its part where they are nested."""
+    """Return the ids in the settings of a decoder, and in its nested part, if there is one."""
     text = config.get("text_config")
     nested = _read_ids(path, text, vocab_size) if isinstance(text, dict) else []
     return list(dict.fromkeys([*_read_ids(path, config, vocab_size), *nested]))
 
 
 def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
-    """`eos_token_id` of a file's settings, each id once."""
+    """Return `eos_token_id` of a file's settings, each id once."""
     found = settings.get("eos_token_id")
     token_ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
@@ -86,7 +88,7 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """The id of the tokenizer's `eos_token`; nothing where it names none, or one that the model does not have."""
+    """Return the id of the tokenizer's `eos_token`; none if it names no token, or one that the model does not have."""
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []
@@ -106,19 +108,19 @@ def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
 
 
 def _read_token(path: Path) -> str | None:
-    """`eos_token` of a file of the tokenizer, if it has one."""
+    """Return `eos_token` of a tokenizer's file, or None."""
     found = _read_optional(path, MAX_TOKENIZER_BYTES).get("eos_token")
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
         raise ModelError(
-            f"{path}: expected eos_token to be a string or a map with its content, found {brief(found)}; save the "
+            f"{path}: eos_token must be a string or a map with its content (got {brief(found)}); save the "
             "tokenizer again"
         )
     return token
 
 
 def _look_up(path: Path, token: str) -> int | str:
-    """The id of a token: that of an added one, otherwise that in the vocabulary; or what was found instead."""
+    """Return the id of a token, looked up in the added tokens, then in the vocabulary; or why it has none."""
     if not os.path.lexists(path):
         return "no such file"
     tokenizer = read_json(path, MAX_TOKENIZER_BYTES)

@@ -1,7 +1,7 @@
-"""Files of a model folder, which anyone may have made: what they may be, and how much of one is read.
+"""Files of a model folder, which anyone may have made: which files are accepted, and how much of a file is read.
 
-Owns nothing. Promises that nothing but a regular file is opened (a link to one is one), that memory is bounded by the
-limits here, and that whatever is wrong with a file is a ModelError of bounded length that names it.
+Owns nothing. Promises: only regular files and links to them are opened. Memory is bounded by the limits here. Any fault
+of a file raises a ModelError of bounded length that names the file.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 from trueroll.errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
-"""Of a file of settings, such as config.json. Real ones have some kilobytes."""
+"""The limit for a file of settings, such as config.json. Real files have some kilobytes."""
 MAX_TOKENIZER_BYTES = 2**26
-"""Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
+"""The limit for one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
 
 
 def local_path(name: str) -> Path | None:
-    """The path that a user names, with `~` for the home folder. None if nothing that this user may see is there."""
+    """Return the path that a user names, with `~` for the home folder; None if this user sees nothing there."""
     if not name:
         return None
     try:
         path = Path(name).expanduser()
         path.stat()
-    except (OSError, ValueError, RuntimeError):  # of a NUL, and of an unknown home
+    except (OSError, ValueError, RuntimeError):  # ValueError for a NUL, RuntimeError for an unknown home
         return None
     return path
 
 
 def list_names(folder: Path) -> list[str]:
-    """The names of what a folder holds, in any order. Raise ModelError if it cannot be read."""
+    """Return the names of the entries of a folder, in any order. Raise ModelError if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -51,13 +51,13 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
         raise ModelError(f"{path}: expected a regular file, found {kind}; download or save the model again")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelError(
-            f"{path}: expected at most {max_bytes} bytes, found {status.st_size}; no model that is served here needs "
-            "so many, so check where it comes from"
+            f"{path}: expected at most {max_bytes} bytes, found {status.st_size}; no supported model needs so many; "
+            "check the origin of the file"
         )
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raise ModelError if it cannot be read, is too large or holds anything else."""
+    """Return the JSON object in a file. Raise ModelError if it cannot be read, is too large or holds anything else."""
     check_file(path, max_bytes)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -73,6 +73,4 @@ def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]
 
 
 def _unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(
-        f"{path}: expected a file that can be read, found {error.strerror}; is it a complete model folder?"
-    )
+    return ModelError(f"{path}: cannot be read: {error.strerror}; check that the model folder is complete")

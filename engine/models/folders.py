@@ -1,7 +1,6 @@
-"""Folders that are given as models and hold something else, or more: what each seems to be, and the way out.
+"""Folders given as models that hold something else, or something more: what each of them seems to be, and what to do.
 
-Owns nothing. Promises that nothing is read but the names of files and the settings of an adapter: pickles are never
-opened.
+Owns nothing. Promises to read only the names of files and the settings of an adapter. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ _MAX_CHECKPOINTS = 10
 
 
 def refuse_what_is_no_model(folder: Path) -> None:
-    """Raise ModelError for a folder that holds an adapter, or a trainer's checkpoints in place of weights.
+    """Raise ModelError if a folder holds an adapter, or checkpoints of a trainer and no weights.
 
-    An adapter beside weights is refused too: they may be the model that it was made for, or what it was merged into.
+    An adapter beside weights is rejected, too. The weights may be the model for which the adapter was made, or the
+    model with the adapter merged in.
     """
     names = set(list_names(folder))
     has_weights = bool({SINGLE_FILE, INDEX_FILE} & names)
@@ -37,7 +37,7 @@ def refuse_what_is_no_model(folder: Path) -> None:
 
 
 def no_weights(folder: Path) -> ModelError:
-    """What to say of a model without safetensors."""
+    """Return the error for a model without safetensors."""
     expected = f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found"
     pickles = sorted(filter(_PICKLES.fullmatch, list_names(folder)))
     if not pickles:
@@ -72,7 +72,7 @@ def _base_model(folder: Path) -> str:
 
 
 def _checkpoints(folder: Path, names: set[str]) -> list[str]:
-    """The names of a trainer's checkpoints, by their numbers."""
+    """Return the names of a trainer's checkpoints, sorted by number."""
     matches = [match for match in map(_CHECKPOINT.fullmatch, names) if match and (folder / match[0]).is_dir()]
     return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 

@@ -1,9 +1,8 @@
-"""From a model's name to weights in memory: finds the folder, reads its settings, copies its tensors.
+"""The loader: from a model's name to weights in memory. Finds the folder, reads its settings, copies its tensors.
 
-Owns nothing that lasts: files are closed when a function returns. Knows no architecture: whoever calls says which
-tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is
-copied, and that beside its destination at most one tensor, of a stack the matrix of one expert, or `_MAX_OPEN_BYTES` of
-smaller ones, is in memory.
+Owns nothing that lasts: files are closed when a function returns. Knows no architecture: the caller says which tensors
+it expects and where they go. Promises: a checkpoint is checked as a whole before the first tensor is copied. Beside the
+destination, at most one tensor is in memory, or one expert's matrix of a stack, or `_MAX_OPEN_BYTES` of smaller ones.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ from .mxfp4 import dequantize, packed_shapes
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a decoder has some thousands, or, with
-its experts one by one, some ten thousands."""
+"""The limit for all headers of a checkpoint together, and for its index. 100,000 tensors need 12 MB. A decoder has some
+thousands of tensors, or some ten thousands if its experts are stored one by one.
+"""
 MAX_FILES = 1024
-"""Of a checkpoint. Files of 5 GB hold 5 TB so."""
+"""The limit for the files of a checkpoint. With 5 GB each they hold 5 TB."""
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
@@ -48,7 +48,7 @@ _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 class _Found(NamedTuple):
-    """A tensor as the header of its file has it, where it is called `name`."""
+    """A tensor as described by the header of its file, with its `name` there."""
 
     name: str
     file: Path
@@ -57,9 +57,11 @@ class _Found(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What is to be copied. `files`: for each file the names of its tensors, there and in the decoder. `packed`: the
-    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: of the decoder's names. `converted`: how
-    many of the tensors of `files` are stored in each dtype that is not their destination's.
+    """The tensors to copy.
+
+    `files`: for each file, the names of its tensors, in the file and in the decoder. `packed`: the stacks that are
+    stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: for each dtype, the
+    number of tensors in `files` that are stored in it although their destination has another dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -69,7 +71,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The tensor `name` of a file, or what it has of one expert, and where it goes."""
+    """The tensor `name` of a file, or its matrix for one expert, and its destination."""
 
     name: str
     expert: int | None
@@ -77,10 +79,11 @@ class _Piece(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What a checkpoint has to have: the `shapes` of tensors by name, and the `packed_shapes` of those of stacks that
-    are stored as MXFP4, of which `packed` has the names of the two. Of a stack that is there in parts `shapes` has the
-    parts that are, and `missing` counts the others. `doubled`: stacks that are there in more than one form, with the
-    names.
+    """The tensors that a checkpoint must have.
+
+    `shapes`: shapes by name. For a stack that is stored in parts, these are the parts found, and `missing` counts the
+    missing parts. `packed`: for each stack that is stored as MXFP4, the names of its two tensors, with shapes in
+    `packed_shapes`. `doubled`: the stacks that are stored in more than one form, with the names of all forms.
     """
 
     shapes: dict[str, Shape]
@@ -110,10 +113,11 @@ class _Wanted(NamedTuple):
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of a model: `smollm2`; `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub,
-    downloaded if need be; or any other name, a local folder. No code is downloaded.
+    """Return the folder of a model.
 
-    Raise ModelError if there is no such folder, or if the download fails.
+    `name`: `smollm2`; or `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub, which is
+    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if there is no such folder, or
+    if the download fails.
     """
     if name == "smollm2":
         return smollm2_folder()
@@ -130,8 +134,8 @@ def _download(name: str) -> Path:
     repository, at, revision = name.removeprefix(HUB).partition("@")
     if not _ON_HUB.match(repository) or bool(at) != bool(revision):
         raise ModelError(
-            f"{name}: expected {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, with the revision a commit, a tag or a branch, "
-            "found another form; correct it"
+            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
+            "revision is a commit, a tag or a branch"
         )
     try:
         folder = snapshot_download(
@@ -140,20 +144,20 @@ def _download(name: str) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         cause = said(error).rstrip(".")
         raise ModelError(
-            f"{name}: expected a model of the Hugging Face hub, found that the download failed: {cause}; check the "
-            "name and the network, or give a local folder"
+            f"{name}: the download failed: {cause}; check the name and the network, or give a local folder"
         ) from error
     return Path(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json of a model folder holds. Raise ModelError if it is missing or broken."""
+    """Return the content of config.json in a model folder. Raise ModelError if it is missing or broken."""
     return read_json(folder / "config.json")
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a folder's safetensors files with its name there, one at a time. Raise ModelError if a file is
-    missing, broken or out of proportion.
+    """Yield the tensors of a folder's safetensors files one at a time, each with its name there.
+
+    Raise ModelError if a file is missing, broken or out of proportion.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -164,15 +168,14 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, or into its part of a stack there,
-    converting dtype and device.
+    """Copy each tensor of a checkpoint into `destinations`, under its name in the decoder, or into its part of a stack.
 
-    Raise ModelError if a file can no longer be read.
+    Dtype and device are converted. Raise ModelError if a file can no longer be read.
     """
     for file, names in checkpoint.files.items():
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
-            # Opened anew now and then: what was read of an open file stays in memory.
+            # The file is reopened now and then, because everything read from an open file stays in memory.
             with _open(file) as opened:
                 _copy_some(opened, left)
     for name, (blocks, scales) in checkpoint.packed.items():
@@ -188,14 +191,14 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """What is copied at once: a tensor, or the matrix of one expert in a stack."""
+    """Return the pieces to copy at once: the tensor, or the matrices of a stack's experts."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
-    """Copies pieces, and takes them off the list, until _MAX_OPEN_BYTES were read."""
+    """Copy pieces and remove them from the list, until _MAX_OPEN_BYTES were read."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight = pieces.pop()
@@ -205,7 +208,7 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
 
 
 def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
-    """Copies a stack that is stored as MXFP4, expert by expert. Its two tensors may be in two files.
+    """Copy a stack that is stored as MXFP4, expert by expert. Its two tensors may be in different files.
 
     Raise ModelError if a scale is NaN.
     """
@@ -232,13 +235,14 @@ def check_checkpoint(
     own_name: Callable[[str], str | None] = str,
     parts: Parts | None = None,
 ) -> Checkpoint:
-    """The tensors `expected` of the folder's safetensors files. Reads nothing but headers, and of `expected` uses only
-    shapes and dtypes. Names in `ignored` may be in a file and are left out. `own_name(name)`: what a file's tensor is
-    called in `expected`, `parts` and `ignored`; None if it is left out. `parts`: what may come in place of stacks; each
-    of these may be stored as MXFP4 instead, too.
+    """Find the tensors `expected` in the folder's safetensors files, and check them all.
 
-    Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
-    files, in two forms, or of another shape or kind of numbers than expected.
+    Only headers are read. Of `expected`, only shapes and dtypes are used. `ignored`: names that may be in a file and
+    are skipped. `own_name(name)`: the name in `expected`, `parts` and `ignored` of a file's tensor, or None to skip it.
+    `parts`: the parts that may replace stacks. A stack may also be stored as MXFP4.
+
+    Raise ModelError if a file is missing, broken or out of proportion. Raise ModelError if a tensor is missing,
+    unknown, in two files or in two forms, or has another shape or kind of numbers than expected.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -257,7 +261,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """That of the destination of a tensor or of a part."""
+    """Return the dtype of the destination of a tensor or of a part."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 
@@ -270,7 +274,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         raise no_weights(folder)
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index}: expected a weight_map of tensors to files; save the model again")
+        raise ModelError(f"{index}: there is no weight_map of tensors to files; save the model again")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise ModelError(f"{index}: expected at most {MAX_FILES} files, found {len(names)}; save it in fewer")
@@ -288,12 +292,12 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_headers(folder: Path, files: Sequence[Path]) -> None:
-    """Before a header is parsed, which takes up to 50 times its bytes of memory."""
+    """Check the size of headers before one is parsed, which takes up to 50 times its bytes of memory."""
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: expected headers of at most {MAX_HEADER_BYTES} bytes in its safetensors, found {num_bytes}; "
-            "no model that is served here needs so many, so check where it comes from"
+            f"{folder}: its safetensors have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no supported "
+            "model needs so many; check the origin of the folder"
         )
 
 
@@ -325,7 +329,7 @@ def _incomplete(file: Path, found: object) -> ModelError:
 
 
 def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
-    """For each name in the decoder the tensors that carry it, which should be one."""
+    """Return the tensors for each name in the decoder; there should be one for each."""
     headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
@@ -365,7 +369,7 @@ def _check_tensors(
 
 
 def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:
-    """For each stack of which some parts are missing the first of these."""
+    """Return the first missing part of each incomplete stack."""
     return [
         f"{next(part for part in spellings.parts(name) if part not in found)} ({count} of {spellings.count(name)} "
         f"parts of {name})"
@@ -375,7 +379,7 @@ def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spell
 
 
 def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
-    """Those of the tensors that are stored in others, with these."""
+    """Return the tensors that are stored in other dtypes, with these dtypes."""
     return [
         f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
     ]

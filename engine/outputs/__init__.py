@@ -1,5 +1,5 @@
-"""What becomes of an accepted request while it is open, and when its samples end.
+"""Open requests: accepted samples and scores until they end, stop strings, and routed experts.
 
-Owns: samples and scores in the making, with all that is recorded of their tokens, and stop strings. Does not own: which
-sequence computes them (`scheduling`), nor why a sample ends (`pipeline`).
+Owns the growing samples and scores, with everything recorded for their tokens, and stop strings. Does not own which
+sequence computes them (`scheduling`) or why a sample ends (`pipeline`).
 """

@@ -1,6 +1,6 @@
-"""What an accepted request is while it is open: samples that grow, or scores that fill up.
+"""Open requests: growing samples and the scores that fill up.
 
-Also how the tokens of a sample are drawn (`DrawRecord`), and which samples have grown since their deltas were told
+Also holds how the tokens of a sample are drawn (`DrawRecord`), and the samples that grew since their last delta
 (`Grown`).
 """
 
@@ -34,14 +34,16 @@ from ..request import (
 from .stop_strings import StopStrings
 
 BASES = ("processed", "temperature", "raw")
-"""What log-probs can be of, in the order of the numbers of `DrawRecord.basis`."""
+"""The distributions log-probs can refer to, in the order of the numbers in `DrawRecord.basis`."""
 
 
 class DrawRecord(NamedTuple):
-    """`seed`, `target`, `temperature`: those of `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters of
-    `Distribution`. `basis`: the place in BASES of what log-probs are of. `num_tops`: how many of the most probable
-    tokens are listed beside the entropy, -1 if neither is recorded. `first_free`: the first position where no token is
-    banned. `end`: the first position beyond `max_tokens`.
+    """How the tokens of one sample are drawn.
+
+    `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
+    `Distribution`. `basis`: the distribution of the log-probs, as an index into `BASES`. `num_tops`: how many of the
+    most probable tokens are listed beside the entropy; -1 if neither is recorded. `first_free`: the first position at
+    which no token is banned. `end`: the first position beyond `max_tokens`.
     """
 
     seed: int = 0
@@ -58,7 +60,11 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, bans: bool) -> DrawRecord:
-        """That of a sample with `max_tokens` and an unsigned 64-bit seed. `bans`: some tokens are banned at first."""
+        """Return the record of a sample.
+
+        `params`: parameters with `max_tokens` set. `seed`: the sample's own seed, unsigned 64-bit. `bans`: whether some
+        tokens are banned before `min_tokens`.
+        """
         assert params.max_tokens is not None
         temperature = divisor(params)
         return cls(
@@ -77,43 +83,47 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """What counts for tokens that are given: the distribution."""
+        """Return the record for scoring given tokens. It holds the distribution; the rest does not apply."""
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
 
 DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q q q".split(), strict=True)), align=True)
-"""The same as an element of an array."""
+"""`DrawRecord` as a numpy dtype."""
 
 
 def divisor(distribution: Distribution) -> float:
-    """What logits are divided by, a float32: infinity for a temperature beyond it. Greedy rows keep theirs."""
+    """Return the float32 by which logits are divided. A temperature beyond float32 becomes infinity.
+
+    Greedy rows keep their logits: the divisor is 1.
+    """
     value = 1.0 if distribution.is_greedy else max(distribution.temperature, LOWEST_TEMPERATURE)
-    # array("f") makes that infinity; torch refuses such a number, and numpy warns.
+    # array("f") turns such a number into infinity; torch would refuse it, and numpy would warn.
     return array("f", (value,))[0]
 
 
 def as_signed(seed: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the bits of an unsigned 64-bit number."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Commit:
-    """One set of weights, from the commit that brought it to the next one; two may have the same version."""
+    """A set of weights, from its commit until the next commit. Two commits may have the same version."""
 
     version: int
 
 
 @dataclass(eq=False, slots=True)
 class OpenSample:
-    """One completion in the making.
+    """An unfinished sample.
 
-    `draw`: how its tokens are drawn. `records`: what `top_logprobs` asked for. `ending_tokens`: those it stops with.
-    `banned`: those again, for draws before `min_tokens`. `logprobs`: None if not asked for. `commits`: each set of
-    weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
-    with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
-    None if deltas were not asked for.
+    `order`: the order of arrival of its request, then its index. `draw`: how tokens are drawn. `ending_tokens`: the
+    tokens that end the sample. `banned`: the same tokens, as a list of the tokens banned before `min_tokens`.
+    `logprobs`: None if not requested. `records`: the columns that `top_logprobs` requested, or None. `commits`: each
+    set of weights that produced tokens of the sample, with the number of tokens before its first one. `error`: the
+    reason, if the sample ends with an error. `joined`: whether another request computes the prompt. `num_told`: the
+    number of tokens that deltas have reported; None if deltas were not requested.
     """
 
     request: GenerateRequest
@@ -135,12 +145,14 @@ class OpenSample:
 
     @property
     def num_fed(self) -> int:
-        """The tokens of prompt and sample that were fed to the model: all but the last; 0 while there is none."""
+        """The number of tokens of prompt and sample that were fed: all but the last; 0 if the sample has no token."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
-        """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted.
-        `routed_experts`: those of all that was fed.
+        """Return the sample in its current state.
+
+        `num_hits`: the number of tokens that its sequence found in the cache at admission. `routed_experts`: the
+        experts of all fed tokens.
         """
         return SampleOutput(
             request_id=self.request.id,
@@ -157,7 +169,7 @@ class OpenSample:
         )
 
     def take_delta(self) -> SampleDelta:
-        """What no delta has told of yet, of a sample whose deltas were asked for."""
+        """Return the tokens that no delta has reported yet. Deltas must have been requested for the sample."""
         assert self.num_told is not None
         start, self.num_told = self.num_told, len(self.token_ids)
         return SampleDelta(
@@ -169,7 +181,7 @@ class OpenSample:
         )
 
     def _columns(self, start: int = 0) -> Columns:
-        """Those of the tokens from `start` on."""
+        """Return the columns of the tokens from `start` on."""
         columns = {} if self.logprobs is None else {LOGPROBS.name: np.array(self.logprobs[start:], LOGPROBS.dtype)}
         return columns if self.records is None else columns | self.records.arrays(start)
 
@@ -181,9 +193,9 @@ class OpenSample:
 
 @dataclass(eq=False, slots=True)
 class OpenScore:
-    """A score request in the making, whose columns fill up as chunks are computed.
+    """An unfinished score request. Its columns fill up as chunks are computed.
 
-    `columns`: those of `ScoreOutput`.
+    `columns`: as in `ScoreOutput`.
     """
 
     request: ScoreRequest
@@ -191,12 +203,13 @@ class OpenScore:
 
     @classmethod
     def of(cls, request: ScoreRequest) -> OpenScore:
-        """One of which nothing is computed."""
+        """Return a score without any computed entry."""
         return cls(request, new_columns(True, request.top_logprobs, len(request.token_ids) - 1))
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
-        """All of its log-probs, which the weights of `version` produced; none unless it is complete. `routed_experts`:
-        those of all that was fed.
+        """Return the score's output: all log-probs if it is complete, otherwise none.
+
+        `version`: the weights that produced them. `routed_experts`: the experts of all fed tokens.
         """
         columns = self.columns if reason == "stop" else cut_columns(self.columns, 0, 0)
         rows = len(columns[LOGPROBS.name])
@@ -210,23 +223,23 @@ class OpenScore:
 
 
 class Grown:
-    """The streamed samples that have new tokens."""
+    """The streamed samples with new tokens."""
 
     def __init__(self) -> None:
         self._samples: list[OpenSample] = []
 
     def follow(self, samples: Iterable[OpenSample]) -> None:
-        """Tell how these grow from now on, first of all what they have."""
+        """Report the growth of these samples from now on, beginning with their current tokens."""
         for sample in samples:
             if sample.num_told is None:
                 sample.num_told = 0
                 self._samples += [sample] * bool(sample.token_ids)
 
     def note(self, sample: OpenSample) -> None:
-        """A sample that is followed has got a token."""
+        """Note that a followed sample got a token."""
         self._samples.append(sample)
 
     def take(self, is_open: Callable[[OpenSample], bool]) -> list[SampleDelta]:
-        """What the open ones have got since this was called last."""
+        """Return the new tokens of the open samples since the last call."""
         grown, self._samples = self._samples, []
         return [sample.take_delta() for sample in dict.fromkeys(grown) if is_open(sample)]

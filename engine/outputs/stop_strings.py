@@ -1,7 +1,7 @@
-"""Stop strings: the one reason why a worker knows a tokenizer.
+"""Stop strings, the only feature for which a worker needs a tokenizer.
 
-Promises: watching costs the same for each token, whatever came before; whatever a tokenizer raises, `StopStrings` and
-`load_vocabulary` raise an Exception of ours, so that it harms no other sample.
+Promises: watching costs the same for each token, whatever the text before. If a tokenizer fails in any way,
+`StopStrings` and `load_vocabulary` raise an Exception of trueroll, so that other samples are not affected.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..models.tokenizer import load_tokenizer
 
 
 class TokenizerError(Exception):
-    """A tokenizer failed: the text says how."""
+    """A tokenizer failed; the text says how."""
 
 
 class Vocabulary:
-    """A tokenizer, asked for text alone. Lets through whatever that raises, also what is no `Exception`."""
+    """A tokenizer used for decoding only. Passes on whatever the tokenizer raises, even if it is not an `Exception`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,11 +32,11 @@ class Vocabulary:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether the token adds no text, after whatever it stands: it is special, or unknown."""
+        """Return whether the token never adds text, because it is special or unknown."""
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens, without that of special ones."""
+        """Return the text of tokens; special tokens are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -50,8 +50,9 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Start behind these tokens, of which no more are read than a stop string can reach back into. Raise
-        TokenizerError.
+        """Start after these tokens. Only the last ones, into which a stop string can reach back, are read.
+
+        Raise TokenizerError if the tokenizer fails.
         """
         count = self._longest
         while count < len(token_ids) and self._is_short(token_ids[-count:]):
@@ -60,7 +61,7 @@ class StopStrings:
             self.feed(token_id)
 
     def feed(self, token_id: int) -> str | None:
-        """The stop string that ends first in the text of this token, added to the text; None if none does.
+        """Add a token. Return the stop string that ends first in the text that it adds, or None.
 
         Raise TokenizerError if the tokenizer fails.
         """
@@ -73,8 +74,10 @@ class StopStrings:
         return min(ends)[2] if ends else None
 
     def _is_short(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop string may reach back beyond the tokens, or their text begins within a character: its bytes
-        are then shown as one mark or as several.
+        """Return whether more tokens before these are needed.
+
+        That is so if a stop string may reach back beyond them, or if their text begins within a character. The bytes of
+        a partial character are shown as one replacement mark or as several.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))
@@ -87,18 +90,20 @@ def _explained() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         raise TokenizerError(f"{type(error).__name__}: {error}") from error
 
 
 @cache
 def load_vocabulary(folder: Path) -> Vocabulary:
-    """The tokenizer of a model folder. Raise InvalidRequestError if it has none that can be read, UnavailableError
-    where the machine has no room for the process that tries it.
+    """Return the tokenizer of a model folder.
+
+    Raise InvalidRequestError if the folder has no tokenizer that can be read, UnavailableError if the machine has no
+    room for the process that tries it.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        text = f"stop: expected {path}, found no such file; use stop_token_ids instead"
+        text = f"stop: {path} does not exist; use stop_token_ids instead"
         raise InvalidRequestError(text, field="stop")
     try:
         return Vocabulary(load_tokenizer(path))
@@ -106,7 +111,7 @@ def load_vocabulary(folder: Path) -> Vocabulary:
         raise InvalidRequestError(f"stop: {error}, or use stop_token_ids", field="stop") from error
     except (KeyboardInterrupt, SystemExit, UnavailableError):
         raise
-    except BaseException as error:  # of no narrower class
+    except BaseException as error:  # a panic of the library is not an Exception
         raise InvalidRequestError(
             f"stop: the tokenizer in {path} fails: {error}; save it again, or use stop_token_ids", field="stop"
         ) from error

@@ -1,4 +1,4 @@
-"""A loaded model and its weights, and what computes a step with them.
+"""Running: a loaded model, its weights, and the computation of a step with them.
 
-Owns: all that lies on the device. Does not own: requests, sequences or blocks, which a `Step` names as arrays.
+Owns everything on the device. Does not own requests, sequences or blocks; a `Step` describes them as arrays.
 """

@@ -1,11 +1,11 @@
-"""What computes steps: the model, its memory, its graphs and its sampler, on one device.
+"""The executor of steps: the model, its memory, its CUDA graphs and its sampler, on one device.
 
-Owns everything that lies on the device, from warm-up to sleep: weights, KV cache, recurrent states, CUDA graphs and the
-counts of experts; and which of it sleeps. Does not own requests, sequences or blocks: a `Step` names as arrays all that
-is computed, so that a leader may send it to followers, which compute the same.
+Owns everything on the device, from warm-up to sleep: weights, KV cache, recurrent states, CUDA graphs and the counts of
+experts; and which of these sleep. Does not own requests, sequences or blocks. A `Step` describes the computation as
+arrays, so that a leader could send it to followers that compute the same.
 
-Promises: what a step gives is a function of the steps before it and of the weights. `compute` waits for nothing; its
-result can be waited for once the next step is queued.
+Promises: the results of a step are a function of the previous steps and of the weights. `compute` does not synchronize
+the device. Its result can be waited for after the next step is queued.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class StepResults(NamedTuple):
-    """What a step has given, on the host. `drawn`: None if it draws nothing. `scores`: for each of those of the step
-    its columns: log-probs, and with `top_logprobs` entropy, ids and log-probs of the most probable tokens. `routes`:
-    the rows of the step's tokens as `RouteFormat` has them, None where none are recorded. `expert_tokens`: that of
-    `EngineStats`, empty for a model without experts.
+    """The results of a step, on the host.
+
+    `drawn`: None if the step draws nothing. `scores`: for each score of the step its columns: log-probs, and with
+    `top_logprobs` entropy, ids and log-probs of the most probable tokens. `routes`: the rows of the step's tokens in
+    the form of `RouteFormat`, or None if not recorded. `expert_tokens`: see `EngineStats`; empty for a model without
+    experts.
     """
 
     drawn: Drawn | None
@@ -51,17 +53,19 @@ class StepResults(NamedTuple):
 
 
 class Computation(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def wait(self) -> StepResults:
-        """What it gives, once the device has computed it."""
+        """Wait until the device has computed the step, and return its results."""
         ...
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Computes one step after the other. `runs_ahead`: a step should be queued before the one before is waited for.
-    `routes`: how chosen experts are recorded; None for a model without.
+    """Computes one step after the other.
+
+    `runs_ahead`: whether to queue a step before waiting for the previous one. `routes`: the format of recorded experts,
+    or None for a model without experts.
     """
 
     @property
@@ -77,40 +81,41 @@ class Executor(Protocol):
     def runs_ahead(self) -> bool: ...
 
     def check_ready(self) -> None:
-        """Raise RuntimeError while something sleeps, or without whole weights: nothing can be computed."""
+        """Raise RuntimeError if steps cannot be computed, because memory sleeps or the weights are incomplete."""
         ...
 
     def compute(self, step: Step) -> Computation:
-        """Queue a step behind the one under way, which draws the step's `unseen` tokens."""
+        """Queue a step behind the step in flight, which draws the queued step's `unseen` tokens."""
         ...
 
     def commit(self, staging: WeightStaging) -> None:
-        """Compute with what was staged from the next step on. Raise RuntimeError while the weights sleep, ValueError
-        for an incomplete staging; then nothing has changed.
+        """Compute with the staged weights from the next step on.
+
+        Raise RuntimeError if the weights sleep, ValueError if the staging is incomplete. Nothing changes then.
         """
         ...
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
-        """Give the memory of `tags` back; no step may be under way. `level`: that of `Engine.sleep`."""
+        """Release the memory of `tags`. No step may be in flight. `level`: as in `Engine.sleep`."""
         ...
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Take the memory of `tags` again. What the KV cache held is gone."""
+        """Take the memory of `tags` again. The content of the KV cache is lost."""
         ...
 
     def memory(self) -> dict[str, int]:
-        """The bytes held now by `weights` and `kv_cache`, 0 for what sleeps elsewhere or is dropped."""
+        """Return the bytes that `weights` and `kv_cache` hold now, 0 for memory that sleeps or was dropped."""
         ...
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether a step is queued before the tokens of the one before are seen."""
+    """Return whether steps are queued before the tokens of the previous step are seen."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class LocalComputation:
-    """A step under way on the device of this process."""
+    """A step in flight on the device of this process."""
 
     drawing: Drawing | None
     scores: Sequence[HostCopies]
@@ -134,11 +139,11 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         device = loaded.model.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
+            torch.cuda.set_device(device)  # for this thread: events and graphs belong to the current device
         started = time.monotonic()
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
-        spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
+        spare = 1 if uses_graphs(config, loaded) else 0  # one block and one state slot, for the padding of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
         self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
@@ -167,9 +172,9 @@ class LocalExecutor:
 
     def check_ready(self) -> None:
         if self._asleep:
-            raise RuntimeError(f"engine: expected all memory for a step, found {sorted(self._asleep)} asleep")
+            raise RuntimeError(f"engine: memory of {sorted(self._asleep)} is asleep; wake it up before the next step")
         if not self.weights.is_whole:
-            raise RuntimeError("engine: expected whole weights for a step, found none; commit a full set of them")
+            raise RuntimeError("engine: no complete weights for a step; commit a full set of weights")
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
@@ -185,7 +190,7 @@ class LocalExecutor:
 
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:
-            raise RuntimeError("engine: expected weights that are awake for a commit; wake them up first")
+            raise RuntimeError("engine: cannot commit weights while they are asleep; wake them up first")
         self.weights.commit(staging)
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
@@ -198,7 +203,7 @@ class LocalExecutor:
         self._asleep.update(tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Once nothing sleeps any more, CUDA graphs are captured anew."""
+        """Take the memory of `tags` again. Once nothing sleeps any more, capture CUDA graphs again."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:
@@ -218,14 +223,14 @@ class LocalExecutor:
         return HostCopies(found)
 
     def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
-        """`graphs`: those that computed the step, if any."""
+        """Draw the tokens of a step. `graphs`: the graphs that computed it, or None."""
         if graphs is not None and graphs.draws(step):
             return graphs.draw(step)
         return self._sampler.draw(hidden, step.draws)
 
 
 def _buckets(info: EngineInfo) -> dict[str, int]:
-    """What an engine's memory is for, in bytes."""
+    """Return the bytes of an engine's memory by purpose."""
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:

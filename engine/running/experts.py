@@ -1,5 +1,7 @@
-"""Which experts a step chose, on its way to the host: the rows of its tokens where somebody records them, and how many
-tokens each expert has had so far. Owns those counts, on the device. Waits for nothing.
+"""The experts chosen by a step, on their way to the host.
+
+These are the rows of the step's tokens, if they are recorded, and the number of tokens that each expert has had so far.
+Owns these counts, on the device. Does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """`rows`: those of the step's tokens, [M, layers, top_k], as a record has them; None if nobody records them.
-    `counts`: int64 [layers, num_experts], the tokens that each expert of a layer was given, this step's included.
+    """The chosen experts of a step.
+
+    `rows`: the recorded rows of the step's tokens, [M, layers, top_k]; None if they are not recorded. `counts`: int64
+    [layers, num_experts], the number of tokens given to each expert of a layer, including this step.
     """
 
     rows: HostCopies | None
@@ -27,7 +31,7 @@ class StepRoutes:
 
 
 class ExpertCounts:
-    """Takes what the steps of a model chose."""
+    """Counts the experts chosen by the steps of a model."""
 
     def __init__(self, format: RouteFormat, device: torch.device) -> None:
         self.format = format
@@ -36,7 +40,10 @@ class ExpertCounts:
 
     @torch.inference_mode()
     def take(self, routes: Tensor, is_recorded: bool) -> StepRoutes:
-        """`routes`: int32 [layers, M, top_k], of a step. `is_recorded`: somebody wants the rows of its tokens."""
+        """Count the chosen experts of a step.
+
+        `routes`: int32 [layers, M, top_k]. `is_recorded`: whether to return the rows of its tokens.
+        """
         chosen = routes.flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))
         rows = HostCopies([self._rows(routes)]) if is_recorded else None
@@ -48,7 +55,7 @@ class ExpertCounts:
 
 
 def route_format(spec: DecoderSpec) -> RouteFormat | None:
-    """That of a model; None without experts."""
+    """Return the route format of a model, or None if it has no experts."""
     if not (experts := spec.experts):
         return None
     return RouteFormat(len(experts), experts[0].top_k, experts[0].num_experts)

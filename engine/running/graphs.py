@@ -1,15 +1,17 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
-There are two graphs for each number of rows, which is a power of two: one holds the kernels of the forward pass, which
-gives hidden states and the model's records, the other those of plain draws from the hidden states, at the addresses
-they had when they were captured. A step in which each sequence computes a single token replays the first; if it draws
-once for each, plainly, it replays the second too, otherwise its draws are computed as for any other step. A step of
-fewer rows fills up with padding, which by the contract of the ops changes no bit of the others. Padding reads and
-writes `spare_blocks`, for each window a block of the KV cache that no sequence has; of recurrent states it reads none,
-and writes the slot `spare_state`, which no sequence has either.
+The number of rows of a graph is a power of two. For each of these sizes there are two graphs. One holds the kernels of
+the forward pass, which computes hidden states and the model's records. The other holds the kernels of plain draws from
+these hidden states. Both use the addresses at which they were captured.
 
-Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
-these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
+A step in which each sequence computes one token replays the first graph. If it then takes one plain draw per sequence,
+it replays the second graph, too. Otherwise its draws are computed as for any other step. A step with fewer rows is
+padded; by the contract of the ops, padding changes no bit of the other rows. Padding reads and writes `spare_blocks`,
+for each window a block of the KV cache that no sequence has. It reads no recurrent state, and writes the slot
+`spare_state`, which no sequence has either.
+
+Owns the graphs and their inputs. Graphs stay valid as long as weights and KV cache stay in place: `forget` the graphs
+when these move, and `capture` them before the next step. A capture synchronizes the device; a replay does not.
 """
 
 from __future__ import annotations
@@ -32,35 +34,35 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation once, and returns its outputs with what computes them anew from the inputs' new content."""
+    """Runs a computation once. Returns its outputs, and a function that computes them again from the current inputs."""
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 
 
 class CudaCapture:
-    """Capture by `torch.cuda.CUDAGraph`. All graphs share one pool of memory, for they never run at the same time."""
+    """Capture by `torch.cuda.CUDAGraph`. All graphs share one memory pool, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
-        compute()  # Kernels are compiled and loaded by their first run, which must not be a captured one.
+        compute()  # The first run compiles and loads kernels, which a capture must not do.
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that stages weights, may go on allocating.
+        # Other threads, such as one that stages weights, may continue to allocate.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = compute()
         return outputs, graph.replay
 
 
 class _Padding(NamedTuple):
-    """What rows of padding write and read: `blocks`, of each window a block of its own; `states` [2, 1], of `Step`."""
+    """The memory of padding rows: `blocks`, for each window a spare block; `states` [2, 1], as in `Step`."""
 
     blocks: Sequence[int]
     states: Tensor
 
 
 class _Inputs:
-    """The inputs of a graph of `size` rows, all of them padding at first."""
+    """The inputs of a graph with `size` rows; at first all rows are padding."""
 
     def __init__(
         self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
@@ -83,14 +85,14 @@ class _Inputs:
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
 
     def fill_draws(self, step: Step) -> None:
-        """Writes what a step draws; rows that it does not have become padding."""
+        """Write the draws of a step. The remaining rows become padding."""
         count, wanted = len(step.draws), make_wanted(step.draws, self.lens.device)
         for name in ("targets", "temperatures", "raw", "seeds", "positions"):
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
     def fill_tokens(self, step: Step, runner: ModelRunner, lanes: LaneState | None) -> None:
-        """Writes what a step computes; rows that it does not have become padding."""
+        """Write the tokens of a step. The remaining rows become padding."""
         count = len(step.token_ids)
         columns = np.vstack((step.token_ids, step.positions, step.context_lens, step.states, *step.slots))
         token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
@@ -108,7 +110,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Graph:
-    """`outputs`: what the captured computation gave, and gives anew after each `replay`."""
+    """A captured computation. `outputs`: its outputs, which each `replay` computes again."""
 
     outputs: Outputs
     replay: Callable[[], object]
@@ -116,8 +118,10 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """Those of one size. `inputs`: what they read at each replay; `draw` reads the first output of `forward` too, the
-    hidden states. `names`: of the records, which are its other outputs.
+    """The graphs of one size.
+
+    `inputs`: the inputs that they read at each replay. `forward`: its outputs are the hidden states and the records.
+    `names`: the names of these records. `draw`: it also reads the hidden states.
     """
 
     inputs: _Inputs
@@ -146,27 +150,27 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graphs] = {}
 
     def capture(self) -> None:
-        """Captures all graphs, unless they are there, the largest first: the others find room in its memory."""
+        """Capture all graphs, unless they exist, the largest first so that the others fit into its memory."""
         if not self._graphs:
             capture = self._new_capture()
             self._graphs = {size: self._captured(size, capture) for size in reversed(self._sizes)}
 
     def forget(self) -> None:
-        """Gives the graphs and their memory back."""
+        """Release the graphs and their memory."""
         self._graphs = {}
 
     def serves(self, step: Step) -> bool:
-        """Whether each sequence computes a single token, which is what `run` takes."""
+        """Return whether each sequence computes one token, so that `run` can take the step."""
         return len(step.token_ids) == len(step.context_lens)
 
     def draws(self, step: Step) -> bool:
-        """Whether one plain draw follows each of these tokens, which is what `draw` takes."""
+        """Return whether one plain draw follows each of these tokens, so that `draw` can take the step."""
         count, rows = len(step.context_lens), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain
 
     def run(self, step: Step, lanes: LaneState | None) -> ModelOutput:
-        """What `ModelRunner.run` gives; it holds until the next call."""
+        """Run a step and return the output of `ModelRunner.run`. The output is valid until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
         graphs.inputs.fill_tokens(step, self._runner, lanes)
         graphs.forward.replay()
@@ -174,7 +178,7 @@ class DecodeGraphs:
         return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})
 
     def draw(self, step: Step) -> Drawing:
-        """The next tokens of a step that was `run` just now."""
+        """Draw the next tokens of the step for which `run` was called last."""
         graphs = self._of(step)
         graphs.inputs.fill_draws(step)
         graphs.draw.replay()
@@ -204,5 +208,5 @@ class DecodeGraphs:
 
 
 def _exponent(count: int) -> int:
-    """That of the smallest power of two that is at least `count`."""
+    """Return the exponent of the smallest power of two that is at least `count`."""
     return (count - 1).bit_length()

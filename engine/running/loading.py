@@ -1,4 +1,4 @@
-"""From a configuration to a model in memory, and to the numbers that follow from both: lengths, blocks, bytes."""
+"""Loading: from a configuration to a model in memory, and to the numbers derived from both: lengths, blocks, bytes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, the backend it runs on, and what its folder says beside the weights.
+    """A model ready to run, its backend, and the end-of-sequence tokens that its folder names.
 
-    Several engines can share one as long as none of them commits other weights or lets them sleep.
+    Several engines can share it, as long as none of them commits other weights or puts the weights to sleep.
     """
 
     folder: Path
@@ -50,23 +50,27 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """Of weights and KV cache, such as `bfloat16`."""
+        """The dtype of weights and KV cache, such as `bfloat16`."""
         return self.weights.dtype
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is and what it can take; all of it fixed at start-up.
+    """The properties and limits of an engine, fixed at start-up.
 
-    `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
-    `torch_version`: of the package.
-    `windows`: those of the model's layers in tokens, None for layers without one first; the layers of one window share
-    blocks, `num_blocks` of the first one, `window_blocks` of each further one.
-    `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
-    models without. `expert_layers`, `num_experts`, `experts_per_token`: of a model with experts how many layers have
-    some, how many one of them has, and how many of those a token goes to; `route_bytes`: what the record of one token
-    takes; 0 for models without. `scratch_bytes`: about what the largest step takes. `warm_up_seconds`: how long it took
-    to compile kernels, plan memory and capture CUDA graphs, once the weights were there.
+    `isa`: the instruction set of the backend. `backend_note`: the reason why a faster backend is not used, or empty.
+    `torch_version`: the version of the torch package.
+
+    `windows`: the windows of the model's layers in tokens; None, for layers without one, comes first. The layers of a
+    window share blocks: `num_blocks` for the first window, `window_blocks` for each further one.
+
+    `live_states`, `checkpoints`, `state_interval`, `state_bytes`: for recurrent states, as in `MemoryPlan`; 0 for
+    models without. `expert_layers`, `num_experts`, `experts_per_token`: the number of layers with experts, of experts
+    in such a layer, and of experts to which a token is routed. `route_bytes`: the bytes of one token's recorded
+    experts. These are 0 for models without experts.
+
+    `scratch_bytes`: approximate bytes of the largest step. `warm_up_seconds`: the time to compile kernels, plan memory
+    and capture CUDA graphs after the weights were loaded.
     """
 
     model: str
@@ -103,18 +107,18 @@ class EngineInfo:
 
     @property
     def num_slots(self) -> int:
-        """For recurrent states: live ones and checkpoints."""
+        """The number of slots for recurrent states: live states and checkpoints."""
         return self.live_states + self.checkpoints
 
     @property
     def blocks_by_window(self) -> tuple[int, ...]:
-        """How many blocks the layers of each window share."""
+        """The number of blocks shared by the layers of each window."""
         return self.num_blocks, *self.window_blocks
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known of a model before memory is taken for it."""
+    """The properties of a model that are known before it takes memory."""
 
     folder: Path
     build: Callable[[Empty], Decoder]
@@ -124,15 +128,15 @@ class _Plan:
     eos_token_ids: tuple[int, ...]
 
     def outline(self) -> Decoder:
-        """The model without memory."""
+        """Return the model without memory."""
         return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """The model and its backend.
+    """Load a model and its backend.
 
-    Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
-    cannot be loaded. No memory is taken for a model that does not fit its checkpoint.
+    Raise ConfigError if the device or the backend is missing or cannot serve the model, ModelError if the model cannot
+    be loaded. A model that does not fit its checkpoint takes no memory.
     """
     plan = _plan(config, _find_model)
     outline = plan.outline()
@@ -148,13 +152,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def outline(config: EngineConfig) -> Decoder:
-    """The model without memory that `config.model` names, as for `load_dummy`, which raises the same."""
+    """Return the model that `config.model` names, without memory. See `load_dummy` for the names and the errors."""
     return _plan(config, find_config).outline()
 
 
 def load_dummy(config: EngineConfig) -> LoadedModel:
-    """A model with random weights, and its backend. `config.model` names its configuration alone, as `find_config`
-    takes it. Raise what `load_model` raises.
+    """Return a model with random weights, and its backend.
+
+    `config.model` names only the model's configuration, in the form that `find_config` takes. Raise the errors of
+    `load_model`.
     """
     loaded = _allocate(_plan(config, find_config))
     fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
@@ -162,8 +168,9 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
 
 
 def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> EngineInfo:
-    """What an engine with this configuration is, with `available` bytes for its KV cache. Raise ConfigError if the
-    model or the memory does not allow it.
+    """Return the properties of an engine with this configuration and `available` bytes for its KV cache.
+
+    Raise ConfigError if the model or the memory does not allow the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
@@ -232,9 +239,8 @@ def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
     if not others:
         return
     log.warning(
-        "%s: expected tensors of %s, the dtype of config.json, or float32 if it names none, found %d of %d tensors "
-        "stored in another, %s, which are converted; correct config.json, or set dtype to what should be served, such "
-        "as --dtype %s",
+        "%s: the model is served in %s, the dtype of config.json (float32 if it names none), but %d of %d tensors are "
+        "stored in %s and are converted; correct config.json, or set dtype to the one to serve, such as --dtype %s",
         plan.folder,
         _name(plan.dtype),
         sum(others.values()),
@@ -249,26 +255,27 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _allocate(plan: _Plan) -> LoadedModel:
-    """The model with uninitialized weights, and its backend."""
+    """Return the model with uninitialized weights, and its backend."""
     _check_memory(plan)
     try:
         weights = WeightStore(plan.build, plan.dtype, plan.device)
-    except (RuntimeError, MemoryError) as error:  # torch says the first
-        raise ModelError(
-            f"{plan.folder}: expected weights that fit into memory, found: {error}; use a smaller one"
-        ) from None
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError
+        raise ModelError(f"{plan.folder}: the weights do not fit into memory: {error}; use a smaller model") from None
     return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids)
 
 
 def _check_memory(plan: _Plan) -> None:
-    """Of the host, which hands out memory that it does not have, and ends a process that uses it."""
+    """Raise ModelError if the weights do not fit into the host's memory.
+
+    The host hands out memory that it does not have, and kills a process that uses it.
+    """
     if plan.device.type != "cpu":
         return
     needed, available = plan.outline().num_bytes, available_memory(plan.device)
     if needed > available:
         raise ModelError(
-            f"{plan.folder}: expected weights that fit into memory, of which {available} bytes are available, found "
-            f"{needed} bytes of them; use a smaller model"
+            f"{plan.folder}: the weights need {needed} bytes, but only {available} bytes of memory are available; use "
+            "a smaller model"
         )
 
 
@@ -277,28 +284,28 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
         return getattr(torch, config.dtype)
     if own not in _DTYPES:
         raise ModelError(
-            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {brief(own)}; set dtype"
+            f"{folder}: dtype in config.json must be float32, bfloat16 or float16 (got {brief(own)}); set dtype"
         )
     return own
 
 
 def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    """The longest sequence. Raise ConfigError for one that is too long for the model."""
+    """Return the longest sequence length. Raise ConfigError if `config` exceeds the length of the model."""
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"
+            f"max_model_len must be at most {limit}, which the model was trained for (got {config.max_model_len})"
         )
     return config.max_model_len or limit
 
 
 def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether decode steps run as CUDA graphs."""
+    """Return whether decode steps run as CUDA graphs."""
     return config.cuda_graphs and loaded.backend.can_capture
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that are free on a device, or on the host."""
+    """Return the free bytes on a device or on the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
@@ -309,9 +316,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device: expected one that torch can use here, such as cpu, found {name!r}: {error}"
-        ) from None
+        raise ConfigError(f"device: torch cannot use {name!r} here: {error}; use another device, such as cpu") from None
     if device.type == "meta":
-        raise ConfigError("device: expected one that computes, such as cpu, found 'meta'")
+        raise ConfigError("device: 'meta' does not compute; use another device, such as cpu")
     return device

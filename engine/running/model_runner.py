@@ -1,5 +1,7 @@
-"""Runs the model on a step. Owns the tensors of KV blocks and of recurrent states, and what the device itself keeps of
-running sequences from step to step (`LaneState`). Knows nothing of requests, and waits for nothing.
+"""The model runner: runs the model on a step.
+
+Owns the tensors of KV blocks and of recurrent states, and the state of running sequences that stays on the device from
+step to step (`LaneState`). Knows nothing about requests. Does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from .step import NO_LANE, Draws, Step
 
 
 class LaneState:
-    """`last_tokens`: int64 [capacity + 1], the last token that was drawn for each lane; the last element is of none."""
+    """The last drawn tokens, on the device.
+
+    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane; the last element belongs to no lane.
+    """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.last_tokens = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
 
     def update(self, draws: Draws, token_ids: Tensor) -> None:
-        """Take the tokens of draws, int64 [R], without waiting for them."""
+        """Take the tokens of draws, int64 [R], without synchronizing."""
         lanes = draws.lanes
         if lanes.min() == NO_LANE:
             lanes = np.where(lanes == NO_LANE, len(self.last_tokens) - 1, lanes)
@@ -33,12 +38,11 @@ class LaneState:
 
 
 class ModelRunner:
-    """A loaded model with a paged KV cache of blocks of `block_size` tokens, of which the layers of each of its windows
-    have `num_blocks`, and `num_slots` slots for the states of its recurrent layers if it has such; all of it in
-    `arena`.
+    """A loaded model with a paged KV cache and slots for recurrent states, all in `arena`.
 
-    `memories`: what each layer remembers. `groups`: for each layer, which of the model's windows it has; 0 for those
-    without a KV cache.
+    Blocks have `block_size` tokens. `num_blocks`: for each window of the model, the blocks of its layers. `num_slots`:
+    slots for the states of recurrent layers. `memories`: the memory of each layer. `groups`: for each layer, the index
+    of its window; 0 for layers without a KV cache.
     """
 
     def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
@@ -65,9 +69,9 @@ class ModelRunner:
         self._has_states = bool(model.spec.delta_nets)
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
-        """Computes what a step adds to the memories and returns what the model gives of its tokens.
+        """Compute a step, add to the memories, and return the model's output for the step's tokens.
 
-        `lanes`: what the steps before have drawn, where steps have unseen tokens.
+        `lanes`: the tokens drawn by previous steps, if steps have unseen tokens.
         """
         arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
@@ -85,8 +89,9 @@ class ModelRunner:
         pages: Sequence[Pages],
         states: Tensor | None = None,
     ) -> ModelOutput:
-        """What the model gives, on its memories. `pages`: those of each window. `states`: those of `Step`, for a
-        model with recurrent layers.
+        """Run the model on its memories.
+
+        `pages`: the pages of each window. `states`: as in `Step`, for a model with recurrent layers.
         """
         tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
         if self._has_states:
@@ -95,8 +100,9 @@ class ModelRunner:
         return self.model.forward(ModelInput(*tokens))
 
     def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
-        """The step's `token_ids`, int64 [M], which are on the device, with those in the places of unseen ones that the
-        step before draws.
+        """Return the step's `token_ids` with the unseen tokens filled in, which the previous step draws.
+
+        `token_ids`: int64 [M], on the device.
         """
         if not step.unseen.size:
             return token_ids
@@ -105,7 +111,7 @@ class ModelRunner:
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
     def copy_blocks(self, step: Step) -> None:
-        """Copies the KV that a step finds in another block."""
+        """Copy the KV blocks that a step finds in another block."""
         for copies, caches in zip(step.block_copies, self._caches, strict=True):
             if not len(copies):
                 continue
@@ -114,7 +120,7 @@ class ModelRunner:
                 cache[destinations] = cache[sources]
 
     def to_device(self, values: np.ndarray) -> Tensor:
-        """Those on the model's device, without waiting for it. On a CPU they share their memory."""
+        """Return values on the model's device, without synchronizing. On a CPU they share memory."""
         return to_device(torch.from_numpy(values), self.device)
 
 

@@ -1,8 +1,9 @@
-"""How the memory beside the weights is shared: blocks of keys and values, live states, checkpoints of states.
+"""How the memory beside the weights is shared: KV blocks, live states, and checkpoints of states.
 
-A worker plans with this before it takes memory. A model without recurrent layers has no states: then all is blocks.
-Layers of one window are a group with blocks of their own (`DecoderSpec.windows`). The first group, that of the layers
-without a window if there are such, is the one whose blocks are configured; what the others have follows from it.
+A worker plans with this before it takes memory. A model without recurrent layers has no states, so that everything is
+blocks. Layers with the same window form a group with its own blocks (`DecoderSpec.windows`). The first group has the
+layers without a window, if there are such layers. The number of its blocks is configured; the numbers of the other
+groups follow from it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from ..config import EngineConfig, defaults_of
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of an element of a cache (`kv`), of a state, and of a convolution's tail; `kv_head`: those of a head's key,
-    or value, beside its elements. `ranks`: among how many devices heads are shared.
+    """The bytes of the elements of each kind of memory.
+
+    `kv`: an element of the KV cache. `tail`: an element of a convolution's tail. `state`: an element of a state.
+    `kv_head`: additional bytes of a head's key or value. `ranks`: the number of devices that share the heads.
     """
 
     kv: int
@@ -35,15 +38,17 @@ class Storage:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Storage:
-        """That of a worker."""
+        """Return the storage of a worker."""
         return cls(dtype.itemsize, dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of layers together: `block`, of the keys and values of `block_size` tokens in those of the first group;
-    `windows`, the same for each further one, with its window in tokens. `state`, of what recurrent layers remember of a
-    sequence, 0 if there are none.
+    """The bytes of memory units, summed over layers.
+
+    `block`: the keys and values of `block_size` tokens in the layers of the first group. `windows`: for each further
+    group, its window in tokens and the bytes of its block. `state`: the state of all recurrent layers for one sequence;
+    0 if there are none.
     """
 
     block_size: int
@@ -53,7 +58,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
-        """Those of a decoder, on one of the ranks. Raise ConfigError for ranks that cannot have as many heads each."""
+        """Return the sizes of a decoder on one of the ranks. Raise ConfigError if the ranks cannot share the heads."""
         _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
         for m in spec.attentions:
@@ -65,8 +70,10 @@ class Sizes:
 
     @property
     def interval(self) -> int:
-        """Tokens between checkpoints, so that these take at most as much memory as the blocks between them: the fewest
-        that are a power of two of blocks.
+        """The default number of tokens between checkpoints.
+
+        It is the smallest power of two of blocks at which checkpoints take at most as much memory as the blocks between
+        them.
         """
         blocks = 1
         while blocks * self.block < self.state:
@@ -74,15 +81,17 @@ class Sizes:
         return blocks * self.block_size
 
     def cached_tokens(self, pool: int, interval: int) -> int:
-        """The most tokens whose blocks, and a checkpoint for each `interval` of them, take at most `pool` bytes."""
+        """Return the most tokens that fit into `pool` bytes, with one checkpoint per `interval` tokens."""
         return pool * interval // (interval // self.block_size * self.block + self.state)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The buckets. `num_blocks`: blocks of the first group; `window_blocks`: of each further one. `live_states`: one
-    for each running sequence, and some more for states that samples go on from. `checkpoints`: the most that are held
-    at a time; `state_interval`: tokens between them, 0 without recurrent layers.
+    """The shares of memory.
+
+    `num_blocks`: blocks of the first group. `window_blocks`: blocks of each further group. `live_states`: one for each
+    running sequence, and some more for states from which samples continue. `checkpoints`: the most checkpoints held at
+    a time. `state_interval`: tokens between checkpoints; 0 without recurrent layers.
     """
 
     sizes: Sizes
@@ -94,12 +103,12 @@ class MemoryPlan:
 
     @property
     def num_slots(self) -> int:
-        """Slots for states, live ones and checkpoints."""
+        """The number of slots for live states and checkpoints."""
         return self.live_states + self.checkpoints
 
     @property
     def pools(self) -> list[tuple[int, int]]:
-        """Of each group how many blocks it has, and the bytes of one."""
+        """The number of blocks and the bytes of a block, for each group."""
         further = [(count, size) for count, (_, size) in zip(self.window_blocks, self.sizes.windows, strict=True)]
         return [(self.num_blocks, self.sizes.block), *further]
 
@@ -116,13 +125,16 @@ def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
     heads = {m.num_kv_heads for m in spec.attentions} | {m.num_key_heads for m in spec.delta_nets}
     if any(count % ranks for count in heads):
         raise ConfigError(
-            f"ranks: expected a number that divides the {' and the '.join(map(str, sorted(heads)))} heads of keys in a "
-            f"layer, found {ranks}; share the model among fewer"
+            f"ranks must divide the {' and the '.join(map(str, sorted(heads)))} heads of keys in a layer (got {ranks})"
+            "; share the model among fewer devices"
         )
 
 
 def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:
-    """The plan for `available` bytes. Raise ConfigError where the configuration leaves no block, or needs more."""
+    """Return the plan for `available` bytes.
+
+    Raise ConfigError if the configuration leaves no room for a block, or needs more than `available`.
+    """
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
     budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
     room = _budget(config, available) - (live + budget) * sizes.state
@@ -131,8 +143,8 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
         states = f"{live} live states" + (f" and {budget} checkpoints" if budget else "")
         beside = f" beside {states} of {sizes.state} bytes" if live else ""
         raise ConfigError(
-            f"kv_memory: expected at least one block = {sizes.block} bytes{beside}, found "
-            f"{_budget(config, available)} bytes; raise it, or lower max_num_seqs{' or state_budget' if budget else ''}"
+            f"kv_memory: {_budget(config, available)} bytes are not enough for one block of {sizes.block} bytes{beside}"
+            f"; raise it, or lower max_num_seqs{' or state_budget' if budget else ''}"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))
@@ -140,15 +152,16 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     if plan.kv_bytes + plan.state_bytes > available:
         blocks = ", ".join(f"{count} blocks of {size} bytes" for count, size in plan.pools)
         raise ConfigError(
-            f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found "
-            f"{blocks} and {plan.num_slots} states of {sizes.state} bytes; lower them, max_num_seqs or state_budget"
+            f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes exceed the "
+            f"{available} bytes that are available; lower them, max_num_seqs or state_budget"
         )
     return plan
 
 
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
-    """About what the largest step holds at its widest: hidden states, what an MLP makes of them, and the logits of as
-    many sequences as decode.
+    """Return approximately the bytes that the largest step holds at its widest point.
+
+    These are the hidden states, the intermediate values of an MLP, and the logits of the decoding sequences.
     """
     widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
@@ -161,7 +174,7 @@ def _budget(config: EngineConfig, available: int) -> int:
 
 
 def _live_states(config: EngineConfig, sizes: Sizes) -> int:
-    """One for each sequence that runs, and one more for each group that parts, of which a few do so at a time."""
+    """Return one state per running sequence, and one more for each group that forks; few groups fork at a time."""
     return config.max_num_seqs + max(1, config.max_num_seqs // 8) if sizes.state else 0
 
 
@@ -172,8 +185,11 @@ def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: in
 
 
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:
-    """What running sequences need, the chunks of two steps included, and what lets the prefixes be resumed that the
-    first group's `num_blocks` hold: a window of each, where these are as long as can be, or four windows long.
+    """Return the number of blocks of a group with a window.
+
+    Running sequences need a window and the chunks of two steps. The other blocks hold the last window of each prefix in
+    the `num_blocks` of the first group, so that the prefixes can be resumed. They suffice for prefixes of the greatest
+    length, or of four windows.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)
@@ -186,8 +202,9 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max_model_len: int) -> int:
-    """Blocks of the first group, with those of the others, and with their checkpoints unless there is a budget of
-    those.
+    """Return how many blocks of the first group fit into `room` bytes, together with the blocks of the other groups.
+
+    Checkpoints are included unless `state_budget` sets their number.
     """
     if not _has_checkpoints(config, interval) or config.state_budget is not None:
         most, each = room // sizes.block, 0

@@ -1,8 +1,7 @@
-"""From hidden states to tokens and log-probs, each row with its own parameters.
+"""Sampling: from hidden states to tokens and log-probs, each row with its own parameters.
 
-Owns what `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs` mean in arithmetic. Holds no
-state: a draw is a function of its logits, its parameters, its seed and its position. Nothing here waits for a device
-but `Drawing.wait`.
+Owns the arithmetic of `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs`. Holds no state: a draw
+is a function of its logits, its parameters, its seed and its position. Only `Drawing.wait` synchronizes the device.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
 from .step import Draws
 
-# Rows whose logits are in memory at once.
+# The most rows with logits in memory at the same time.
 _LOGITS_ROWS = 64
 
 
-# What `next_tokens` gives for some draws, and statistics if they are wanted.
+# The result of `next_tokens` for some draws, with statistics if requested.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 
 class Drawn(NamedTuple):
-    """Drawn tokens, in the order of their draws. `is_finite` is false where a token's logit is no number. `records`:
-    the bytes of each column of `request.TOPS`, by the place of each draw that asked for them.
+    """Drawn tokens, in the order of their draws.
+
+    `is_finite`: false if the logit of the token is NaN or infinite. `records`: for draws with statistics, the bytes of
+    each column of `request.TOPS`, by the index of the draw.
     """
 
     token_ids: list[int]
@@ -40,10 +41,10 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Tokens that are being drawn. `token_ids`: int64 [R], on the device.
+    """A draw of tokens in progress. `token_ids`: int64 [R], on the device.
 
-    `recorded`: which of the draws have statistics, in the order of the rows of `statistics`, and how many tokens each
-    of them lists; -1 for those that want none.
+    `recorded`: the draws with statistics, in the order of the rows of `statistics`: the index of the draw, and the
+    number of tokens to list, -1 if no statistics were requested for it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Drawing:
         self._copies = HostCopies([token_ids, logprobs, is_finite, *joined])
 
     def wait(self) -> Drawn:
-        """The tokens."""
+        """Wait for the device and return the tokens."""
         token_ids, logprobs, is_finite, *statistics = self._copies.wait()
         return Drawn(token_ids.tolist(), logprobs.tolist(), is_finite.tolist(), self._records(statistics))
 
@@ -76,19 +77,19 @@ class Drawing:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows with neither filters nor banned tokens go to `next_tokens`, or with `top_logprobs` to `next_token_statistics`,
-    which keep no logits; the others take the same steps one by one.
+    Rows with neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they have
+    `top_logprobs`. These ops keep no logits. The other rows take the same steps one by one.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
         self.ops, self.head = backend, head
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
-        """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
+        """Draw one token for each draw; there must be at least one. hidden: [M, hidden_size]."""
         if draws.are_plain:
             return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         num_tops = draws.records["num_tops"]
-        k = int(num_tops.max())  # of those that list fewer, the first ones are taken
+        k = int(num_tops.max())  # draws that list fewer tokens take the first ones
         whole, processed, plain = _sorted_by_kind(draws)
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if len(whole):
@@ -104,11 +105,14 @@ class Sampler:
         return Drawing(*columns, recorded=recorded, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """The backend's `next_tokens` with the head."""
+        """Call the backend's `next_tokens` with the head."""
         return self.ops.next_tokens(hidden, self.head, wanted)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
-        """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
+        """Return the log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution`.
+
+        hidden: [M, hidden_size].
+        """
         if distribution.has_filters:
             parts = self._processed_parts(hidden, token_ids, distribution)
             return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
@@ -117,7 +121,7 @@ class Sampler:
     def score_statistics(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
     ) -> TokenStatistics:
-        """`score`, with the entropy of each row's distribution and its k most probable tokens."""
+        """Return `score`, with the entropy of each row's distribution and its k most probable tokens."""
         if not distribution.has_filters:
             return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
@@ -127,7 +131,7 @@ class Sampler:
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits after temperature and filters, of some rows at a time, and their tokens."""
+        """Yield logits after temperature and filters, for some rows at a time, with their tokens."""
         record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
@@ -141,7 +145,7 @@ class Sampler:
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """The steps of `next_tokens`, with banned tokens and filters between; statistics unless k is negative."""
+        """Take the steps of `next_tokens`, with bans and filters in between. Statistics are computed unless k < 0."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
@@ -159,7 +163,7 @@ class Sampler:
         return (token_ids, logprobs, finite), found
 
     def _filter(self, scaled: Tensor, records: np.ndarray) -> Tensor:
-        """`records`: `DRAW`, of each row."""
+        """Apply the filters of each row. `records`: `DRAW`, one per row."""
         chosen = np.flatnonzero(records["has_filters"])
         if not len(chosen):
             return scaled
@@ -175,15 +179,16 @@ class Sampler:
 
 
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The places of draws from the whole distribution with statistics, of those from a part of it, and of the plain
-    ones.
+    """Return the places of draws in three groups.
+
+    The groups are: draws from the whole distribution with statistics, draws from a part of it, and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
 
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
-    """What `next_tokens` needs to know of draws, of which there is at least one: all but filters and banned tokens."""
+    """Return the input of `next_tokens` for draws: everything except filters and bans. There must be a draw."""
     records = draws.records
     integers = np.stack((draws.rows, records["target"], records["seed"], draws.positions))
     columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
@@ -193,19 +198,19 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
 
 
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
-    """The log-prob of one token (int64 [M]) of each row."""
+    """Return the input of `next_tokens` for the log-prob of one given token (int64 [M]) per row."""
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
     temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))
     return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
-    """float32 [1]."""
+    """Return the divisor of the logits, float32 [1]."""
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 
 def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
-    """`banned`: the ids of some rows."""
+    """Set the logits of banned tokens to -inf. `banned`: banned ids by row."""
     if not any(map(len, banned.values())):
         return scaled
     rows = _tensor(np.repeat(list(banned), [len(ids) for ids in banned.values()]), scaled)
@@ -214,10 +219,10 @@ def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
 
 
 def _cut(places: np.ndarray) -> list[np.ndarray]:
-    """Parts of at most `_LOGITS_ROWS`."""
+    """Split places into parts of at most `_LOGITS_ROWS`."""
     return [places[start : start + _LOGITS_ROWS] for start in range(0, len(places), _LOGITS_ROWS)]
 
 
 def _tensor(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """On the device of `like`."""
+    """Return values as a tensor on the device of `like`."""
     return to_device(torch.as_tensor(values, dtype=dtype), like.device)

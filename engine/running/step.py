@@ -1,9 +1,9 @@
-"""A step as plain arrays on the host: what is computed, where its KV goes, and what is drawn and scored after it.
+"""A step as plain arrays on the host: tokens to compute, places of their KV, and the draws and scores after them.
 
-Made once for each step. Model runner, CUDA graphs and sampler read this and no sequence, so that whoever has it and the
-tokens of the step before can compute the step. Whoever takes a step's tokens has a range of the rows of a chunk, one
-row or several, each with its own position; in `Draws` the ranges lie one behind the other, row by row: what a row draws
-depends on nothing beside it.
+A `Step` is built once for each step. Model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A
+process with the step and the tokens of the previous step can therefore compute it. A sample takes its tokens from a
+range of one or more rows of a chunk, each row with its own position. In `Draws` these ranges lie one after the other,
+row by row. The draw of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ..request import Distribution
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
-"""Of a draw whose token the host sees before another one follows it."""
+"""The lane of a draw if the host sees its token before the sequence continues."""
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """R tokens to be drawn, each from a row of the hidden states. `rows`, `positions`: int64 [R], the row, and the
-    absolute position of the token. `lanes`: int64 [R], the lane whose state on the device (`LaneState`) takes the
-    token, no lane twice, or NO_LANE. `records`: `DRAW` [R]. `banned`: ids that cannot be drawn, of some of the R; an
-    `array("q")` of many costs least.
+    """R tokens to be drawn, each from a row of the hidden states.
+
+    `rows`, `positions`: int64 [R], the row, and the absolute position of the token. `lanes`: int64 [R], the lane that
+    takes the token in the state on the device (`LaneState`), or NO_LANE; no lane occurs twice. `records`: `DRAW` [R].
+    `banned`: for some of the R draws the ids that cannot be drawn; for many ids an `array("q")` is fastest.
     """
 
     rows: np.ndarray
@@ -38,7 +39,7 @@ class Draws:
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """Which are not from the whole distribution, bool [R]: some tokens are banned, or filters may drop some."""
+        """The draws that are not from the whole distribution, because of bans or filters, bool [R]."""
         is_cut = self.records["has_filters"].copy()
         if self.banned:
             is_cut[list(self.banned)] = True
@@ -46,17 +47,17 @@ class Draws:
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """Which are from the whole distribution, of which nothing else is recorded, bool [R]."""
+        """The draws from the whole distribution without statistics, bool [R]."""
         return ~self.is_cut & (self.records["num_tops"] < 0)
 
     @cached_property
     def are_plain(self) -> bool:
-        """Whether all are."""
+        """Return whether all draws are plain."""
         records = self.records
         return not self.banned and not records["has_filters"].any() and bool((records["num_tops"] < 0).all())
 
     def take(self, places: np.ndarray) -> Draws:
-        """Those at some places."""
+        """Return the draws at the given places."""
         banned = {i: self.banned[place] for i, place in enumerate(places.tolist()) if place in self.banned}
         return Draws(self.rows[places], self.positions[places], self.lanes[places], self.records[places], banned)
 
@@ -66,9 +67,9 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Rows [start, end) of the hidden states give the log-probs of `token_ids`, int64 [end - start].
+    """Rows [start, end) of the hidden states, for the log-probs of `token_ids`, int64 [end - start].
 
-    `top_logprobs`: that of `ScoreRequest`.
+    `top_logprobs`: as in `ScoreRequest`.
     """
 
     start: int
@@ -82,12 +83,14 @@ class ScoredRows:
 class Step:
     """M tokens of N sequences. Arrays are int64.
 
-    `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the places of tokens that are not known yet, and of each
-    the lane for which the step before draws it. `query_starts` (N + 1), `context_lens` (N): those of `AttentionBatch`.
-    `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers. And for each window of the
-    model's layers `slots` [M], where in the cache the KV of the tokens goes; `block_tables` [N, max_blocks], those of
-    `AttentionBatch`; `block_copies` [C, 2], source and destination of each block that is copied before anything is
-    computed. `records_routes`: whether the experts that are chosen for some of the tokens are recorded.
+    `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the indices of tokens that are not known yet, and for
+    each the lane for which the previous step draws it. `query_starts` (N + 1), `context_lens` (N): as in
+    `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers.
+    `records_routes`: whether the chosen experts are recorded for some of the tokens.
+
+    For each window of the model's layers: `slots` [M]: the places in the cache to which the KV of the tokens goes.
+    `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and destination of each block
+    that is copied before the computation.
     """
 
     token_ids: np.ndarray
@@ -107,8 +110,9 @@ class Step:
 def plan_step(
     chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Mapping[int, int]], block_size: int
 ) -> Step:
-    """The step that computes `chunks`, of which there is at least one. `block_copies`: for each window destination to
-    source.
+    """Return the step that computes `chunks`; there must be at least one.
+
+    `block_copies`: for each window, destination to source.
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()
@@ -140,7 +144,7 @@ def _pairs(copies: Mapping[int, int]) -> np.ndarray:
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`token_ids` and `unseen` of a step. A chunk whose token is unseen has no other."""
+    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of this token alone."""
     is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)
@@ -176,7 +180,7 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
-    """What is scored of a chunk that ends before row `end`."""
+    """Return the rows to score for a chunk that ends before row `end`."""
     request = score.request
     token_ids = request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64)
     return ScoredRows(end - chunk.num_tokens, end, token_ids, request.distribution, request.top_logprobs)

@@ -1,8 +1,8 @@
-"""What is done on a GPU before the first step, so that no step has to wait for it, and all of them find memory.
+"""Warm-up on a GPU before the first step, so that no step waits for a compilation and every step finds its memory.
 
-Kernels are compiled for any number of rows that a step may have. Then the largest step and all CUDA graphs are computed
-on a KV cache of one block for each group, and what is free beside them is there for the real one. On a CPU there is
-nothing to do.
+Compiles kernels for all numbers of rows that a step may have. Then computes the largest step and captures all CUDA
+graphs, on a KV cache with one block for each group. The memory that is still free is available to the real KV cache. On
+a CPU there is nothing to do.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sampler import Sampler
 
 
 def is_needed(device: torch.device) -> bool:
-    """Whether kernels have to be compiled, and memory is short enough to be planned."""
+    """Return whether kernels must be compiled and memory must be planned around the largest step."""
     return device.type == "cuda"
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Compiles kernels, and returns how many bytes are available for the KV cache.
+    """Compile kernels, and return how many bytes are available for the KV cache.
 
-    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if
-    kernels cannot be compiled or kept.
+    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if kernels cannot
+    be compiled or stored.
     """
     device = loaded.model.device
     if not is_needed(device):
@@ -46,15 +46,15 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> in
         return _rehearse(config, loaded, max_model_len)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "max_num_batched_tokens, max_num_seqs, max_model_len: expected steps and CUDA graphs that fit into memory "
-            f"beside the weights, found: {error}; lower one of them, or turn graphs off with cuda_graphs=False"
+            "max_num_batched_tokens, max_num_seqs, max_model_len: steps and CUDA graphs do not fit into memory beside "
+            f"the weights: {error}; lower one of them, or turn graphs off with cuda_graphs=False"
         ) from None
     finally:
         torch.cuda.empty_cache()
 
 
 class _Computation:
-    """What steps compute with a model, on a KV cache of one block and one slot of recurrent state."""
+    """The computations of a model's steps, on a KV cache with one block and one slot of recurrent state."""
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
         blocks = [1] * len(model.spec.windows)
@@ -63,7 +63,7 @@ class _Computation:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
-        """What steps of so many rows compute, but for the heads of many rows, which come in parts of fewer."""
+        """Compute what steps with this number of rows compute. Heads with many rows are computed in smaller parts."""
         hidden = self.hidden(rows)
         if rows <= self._max_num_seqs:
             self._decode(rows)
@@ -71,38 +71,38 @@ class _Computation:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
-        """Hidden states of a decode beside a part of a prompt, or of that alone where it would be a decode too."""
+        """Return the hidden states of a decode beside a chunk of a prompt, or of a chunk alone for up to 2 rows."""
         lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
-        """All ways from hidden states to tokens and log-probs."""
+        """Compute tokens and log-probs from hidden states in every way."""
         token_ids = self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
             self.sampler.score(hidden, token_ids, distribution)
             self.sampler.score_statistics(hidden, token_ids, distribution, k=1)
 
     def _decode(self, rows: int) -> None:
-        """Decodes in the form that graphs hold."""
+        """Decode in the form that graphs hold."""
         zeros, lens = self._zeros(rows), [self._max_model_len] * rows
         batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
         self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, rows))
 
     def _pages(self, batch: AttentionBatch) -> list[Pages]:
-        """For each window, on its one block."""
+        """Return the pages of each window, on its one block."""
         return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.model.spec.windows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
 
     def _tables(self, sequences: int, tokens: int) -> Tensor:
-        """Block tables that name the one block."""
+        """Return block tables that name the one block."""
         return self._zeros(sequences, -(-tokens // self.runner.block_size))
 
 
 def _outline(loaded: LoadedModel) -> Decoder:
-    """The model without memory, with one layer of each kind."""
+    """Return the model without memory, with one layer of each kind."""
     model = loaded.model
     spec = replace(model.spec, layers=tuple(dict.fromkeys(model.spec.layers)))
     return Decoder(spec, model.ops, partial(torch.empty, dtype=model.dtype, device="meta"))
@@ -110,11 +110,11 @@ def _outline(loaded: LoadedModel) -> Decoder:
 
 @torch.inference_mode()
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """The bytes that are free while memory is held for all graphs and for the largest step."""
+    """Return the bytes that are free while memory is held for all graphs and for the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
     spare = [0] * len(computation.runner.model.spec.windows), 0
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
-        graphs.capture()  # first, since it gives back what torch keeps of other memory
+        graphs.capture()  # first, since a capture releases memory that torch has cached
     computation.heads(computation.hidden(config.max_num_batched_tokens)[:LOGITS_ROWS])
     return available_memory(loaded.model.device)

@@ -1,13 +1,13 @@
-"""The model's weights as something that is replaced: staged beside the live ones, committed between two steps.
+"""Replaceable weights: staged beside the live weights, and committed between two steps.
 
-Owns the arena of the weights, and through it the arenas of stagings; and, while adapters are in the weights, what these
-were before (`AdapterBase`). Does not know where new weights come from, which version they are, or what becomes of
-requests and of the KV cache: that is the engine's part. Workers of one `kin` may share the memory of a staging, which
-each makes its live weights by a commit of its own.
+Owns the arena of the weights, and through it the arenas of stagings. While adapters are merged into the weights, also
+owns the weights as they were before (`AdapterBase`). Does not know where new weights come from, which version they
+have, or what happens to requests and the KV cache; that is up to the engine. Workers of one `kin` may share the memory
+of a staging. Each worker turns it into its live weights by a commit of its own.
 
-Promises: addresses of live weights never change on a host; until the commit nothing is written to them, unless the
-staging is in place; a commit that raises has changed nothing. `new_staging` may be called, and a staging be filled,
-from another thread while the engine steps; everything else belongs to the engine's thread.
+Promises: the addresses of live weights never change on a host. Until the commit nothing is written to the live weights,
+unless the staging is in place. A commit that raises has changed nothing. `new_staging` may be called, and a staging may
+be filled, on another thread while the engine steps. Everything else belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from ..models.decoder import Decoder, Empty
 
 @dataclass
 class AdapterBase:
-    """The weights that adapters were added to. `kept`: the parameters that the adapters changed, dense.
+    """The weights to which adapters were added.
 
-    `checksums`: of its parameters, as far as pushes of adapters needed them.
+    `kept`: the parameters that the adapters changed, dense, as they were before. `checksums`: checksums of the base's
+    parameters, as far as pushes of adapters needed them.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class AdapterBase:
 
 
 class Factors(NamedTuple):
-    """An adapter on its way: A [R, K] and B [N, R] of a weight [N, K], and what multiplies their product."""
+    """An adapter being received: A [R, K] and B [N, R] for a weight [N, K], and the factor of their product."""
 
     a: Tensor
     b: Tensor
@@ -52,11 +53,11 @@ class Factors(NamedTuple):
 
 
 class WeightStore:
-    """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
+    """The weights of the model that `build(empty)` creates, and the requirements for a new set of weights.
 
-    `shapes`: of every parameter, by its Hugging Face name; `spellings`: these names, and those that `parts` make.
-    `is_whole`: whether the live weights are those of one version; not after level 2 of `sleep`, nor once a staging in
-    place is written to, until a commit of every parameter.
+    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: these names, and the names made of
+    them by `parts`. `is_whole`: whether the live weights are a complete set of one version. After level 2 of `sleep`,
+    or after the first write to a staging in place, they are not, until a commit of every parameter.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -72,45 +73,46 @@ class WeightStore:
 
     @property
     def dtype(self) -> str:
-        """Such as `bfloat16`."""
+        """The dtype of the weights, such as `bfloat16`."""
         return _dtype_name(self._dtype)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Of parameters that are held in another dtype than `dtype`."""
+        """The dtypes of parameters that are held in another dtype than `dtype`."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """What may come in place of some parameters (`Parts`)."""
+        """The parts that may replace some parameters in a set of weights (`Parts`)."""
         return self.model.stack_parts()
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Names of copies of parameters, and of which."""
+        """The names of tied copies, with the parameters that they copy."""
         return self.model.tied_tensors()
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Further names that a set of weights may have."""
+        """Further names that a set of weights may contain."""
         return self.model.ignored_tensors()
 
     @property
     def num_held(self) -> int:
-        """Bytes of the live weights' device that they, and what they were before adapters, hold now."""
+        """The bytes held now on the device by the live weights and by their values before adapters."""
         kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
         return self._arena.num_held + sum(kept)
 
     @property
     def commit_note(self) -> str:
-        """Why commits take longer than they could; empty if they do not, or before the first one."""
+        """The reason why commits are slow; empty if they are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
     def kin(self) -> str | None:
-        """Equal for processes that may share the memory of their weights: each can lend it to the others, and has the
-        same weights in the same places. None where no other process could map it.
+        """The group of processes that may share the memory of their weights, or None if no other process could map it.
+
+        Processes with equal values can lend memory to each other, and have the same weights in the same places.
         """
         if self._device.type != "cpu" or (place := place_to_lend()) is None:
             return None
@@ -120,11 +122,11 @@ class WeightStore:
         return hashlib.sha256(repr((*words, self._num_bytes)).encode()).hexdigest()
 
     def new_arena(self) -> Arena:
-        """Memory for a set of weights."""
+        """Return memory for a set of weights."""
         return new_arena(self._num_bytes, self._device, huge_pages=True)
 
     def model_in(self, arena: Arena) -> Decoder:
-        """A model with weights in an arena, laid out like the live ones, with whatever values they have there."""
+        """Return a model with its weights in an arena, laid out like the live weights, with the values found there."""
 
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return arena.empty(dtype, *shape)
@@ -132,64 +134,65 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
+        """Return a place for new weights. `in_place`: overwrite the live weights, if there is no memory for others."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
-        """A place for new weights whose memory others may use as well, once all weights are there."""
+        """Return a place for new weights in memory that other processes can map once the weights are complete."""
         return LendableStaging(self, LendableArena(self._num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
-        """The weights that a process of this `kin` lends, all of them, by the fields of `LentMemory`. Raise OSError if
-        they are not there.
+        """Return the complete weights that a process of this `kin` lends.
+
+        `lent`: the fields of `LentMemory`. Raise OSError if the memory is missing.
         """
         found = LentMemory(*lent)
-        if found.num_bytes != self._num_bytes:  # before pages are taken for it
-            raise FileNotFoundError(f"expected {self._num_bytes} bytes of weights, found {found.num_bytes}")
+        if found.num_bytes != self._num_bytes:  # before pages are allocated
+            raise FileNotFoundError(f"lent weights must have {self._num_bytes} bytes (got {found.num_bytes})")
         return BorrowedStaging(self, BorrowedArena(found))
 
     def commit(self, staging: WeightStaging) -> None:
-        """Makes what was staged the live weights, waits for the device to have it, and frees the staging.
+        """Make the staged weights the live weights, wait until the device has them, and free the staging.
 
-        Raise ValueError if the rows of a parameter or of a part are not all there, or if some are missing though the
-        staging is in place or the live weights are not whole.
+        Raise ValueError if only some rows of a parameter or of a part are staged. Raise ValueError if parameters are
+        missing although the staging is in place or the live weights are incomplete.
         """
         staged = staging.check()
         if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
-            raise ValueError(f"weights: expected every parameter, as the old ones are lost, {missing} is missing")
+            raise ValueError(f"weights: {missing} is missing; the old weights are lost, stage every parameter")
         if not staging.in_place:
             self._install(staging, staged)
-            # The staging's memory belongs to the stream that it was filled on, which knows nothing of these copies.
+            # The staging's memory belongs to the stream on which it was filled, which does not know of these copies.
             wait_for_stream(self._device)
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
-        """Gives the device's memory back. `level` 1 keeps the weights on the host, 2 drops them."""
+        """Release the device's memory. `level`: 1 keeps the weights on the host, 2 drops them."""
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
-        if level == 1:  # on the host, where it stays until adapters need it again
+        if level == 1:  # on the host, where they stay until adapters need them again
             self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
         else:
             self.base = AdapterBase()
 
     def wake_up(self) -> None:
-        """Takes the memory again."""
+        """Take the memory again."""
         self._arena.restore()
 
     def served(self, name: str) -> Tensor:
-        """A live parameter as a checkpoint has it, perhaps sharing its memory."""
+        """Return a live parameter in the form of a checkpoint. It may share the memory of the weights."""
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
-        """A parameter of the base, dense, in memory that the live weights do not share. They must be whole."""
+        """Return a parameter of the base, dense, without sharing memory. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
             return kept.to(self.model.device)
         return self.tensors[name].to_dense().clone()
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
-        """Rows of a parameter in `tensors`, or of a part of one; all by default."""
+        """Return rows of a parameter in `tensors`, or of a part of one; by default all rows from `start` on."""
         part = self.spellings.part(name)
         length = self.shape(name)[0] - start if length is None else length
         if part is None:
@@ -197,18 +200,18 @@ class WeightStore:
         return cast(Stack, tensors[part.stack]).part(part.expert, part.start + start, length)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of a parameter or of a part. Raise ValueError for another name."""
+        """Return the shape of a parameter or of a part. Raise ValueError for any other name."""
         if (shape := self.spellings.shape(name)) is None:
-            raise ValueError(f"staging: expected the name of a parameter, found {name!r}")
+            raise ValueError(f"staging: {name!r} is not the name of a parameter")
         return shape
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """That of a parameter or of a part."""
+        """Return the dtype of a parameter or of a part."""
         part = self.spellings.part(name)
         return self.tensors[name if part is None else part.stack].dtype
 
     def _missing(self, staged: set[str]) -> str | None:
-        """A parameter of which neither all nor all parts are staged."""
+        """Return a parameter that is staged neither as a whole nor by all its parts, or None."""
         parts = self.spellings.parts_among(staged)
         names = (name for name in self.shapes if name not in staged)
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
@@ -228,10 +231,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class WeightStaging:
-    """New weights in the making. Its memory is freed by the commit, by `drop`, or with the last reference to it.
+    """A set of new weights that is being received. The commit, `drop`, or the last reference to it frees its memory.
 
-    `arena`, `tensors`: where rows are written, once some are. `elements`: what is to be overwritten at the commit.
-    `base`: after `adapt`, what the weights in the making are without adapters.
+    `arena`, `tensors`: the memory to which rows are written, once there are some. `elements`: elements to overwrite at
+    the commit. `base`: after `adapt`, the new weights without adapters.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -249,18 +252,20 @@ class WeightStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds beside the live weights."""
+        """The bytes held beside the live weights."""
         arena = self.arena  # another thread may drop it
         return self._others_bytes + (0 if arena is None else arena.num_held)
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """From now on `rows` takes A and B of these weights, too, which have (name of A, name of B, rank, scale); and
-        `merge` adds them: if they come `alone` to what the live weights were before adapters, else to staged rows.
+        """Accept adapters: `rows` also takes A and B of these weights from now on, and `merge` adds them.
 
-        Raise ValueError for a staging in place, and for live weights that are not whole where those are added to.
+        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: add the adapters to the live weights as
+        they were before adapters, instead of to staged rows.
+
+        Raise ValueError if the staging is in place, or if `alone` and the live weights are incomplete.
         """
         if self.in_place or (alone and not self._store.is_whole):
-            raise ValueError("staging: expected whole weights beside the live ones for adapters, found others")
+            raise ValueError("staging: adapters need a staging beside live weights that are complete")
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -271,19 +276,20 @@ class WeightStaging:
         self._is_alone = alone
 
     def to_merge(self) -> list[str]:
-        """The parameters that `merge` is to be called for once all rows are staged."""
+        """Return the parameters for which `merge` must be called once all rows are staged."""
         if self.base is None:
             return []
         store, names = self._store, dict.fromkeys(self._factors)
         if self._is_alone:
             names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
             if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
-                names |= dict.fromkeys(store.tensors)  # then the commit moves pages, and copies nothing
+                names |= dict.fromkeys(store.tensors)  # then the commit moves pages instead of copying
         return list(names)
 
     def merge(self, name: str) -> bool:
-        """Stages a parameter with its adapter; or, if it has neither an adapter nor staged rows, as it was before the
-        adapters that are in the live weights. False if an adapter made values that are not finite.
+        """Stage a parameter with its adapter. Return False if the adapter produced values that are not finite.
+
+        A parameter with neither an adapter nor staged rows is staged as it was before the adapters in the live weights.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
@@ -299,10 +305,10 @@ class WeightStaging:
         return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Rows [start, start + length) of a parameter or a part, to be written by `copy_` right away and once.
+        """Return rows [start, start + length) of a parameter or a part, to be written once, by an immediate `copy_`.
 
-        `start` is a multiple of 16 for a matrix; `length` too, unless the rows reach the end. A row of a stack is the
-        matrix of an expert. After `adapt` it may also be A or B of an adapter.
+        For a matrix, `start` is a multiple of 16. So is `length`, unless the rows reach the end. A row of a stack is
+        the matrix of an expert. After `adapt`, the name may also be that of A or B of an adapter.
         """
         if name in self._by_name:
             return self._by_name[name].narrow(0, start, length)
@@ -317,35 +323,35 @@ class WeightStaging:
         return part
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Elements of a parameter, or of a part of one, to overwrite at the commit: flat indices int64 [n] and values
-        [n], both copied at once.
+        """Record elements of a parameter or a part to overwrite at the commit.
 
-        Raise ValueError for a staging in place, and for what does not fit the parameter.
+        `indices`: flat, int64 [n]. `values`: [n]. Both are copied at once. Raise ValueError if the staging is in place,
+        or if indices or values do not fit the parameter.
         """
         if self.in_place:
-            raise ValueError("staging: expected whole rows for weights that are replaced in place, found elements")
+            raise ValueError("staging: weights replaced in place need whole rows, not elements")
         numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
-                f"{name}: expected as many int64 indices as {dtype} values, found {list(indices.shape)} of "
-                f"{indices.dtype} and {list(values.shape)} of {values.dtype}"
+                f"{name}: one int64 index per {dtype} value required (got {list(indices.shape)} of {indices.dtype} and "
+                f"{list(values.shape)} of {values.dtype})"
             )
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
-            raise ValueError(f"{name}: expected indices in [0, {numel}), found one outside")
+            raise ValueError(f"{name}: indices must be in [0, {numel})")
         device, (own_name, first) = self._store.model.device, self._place(name)
         self.elements.append((own_name, indices.to(device, copy=True).add_(first), values.to(device, copy=True)))
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """The parameters and parts that are staged in rows. Raise ValueError if only some rows of one are."""
+        """Return the parameters and parts that are staged in rows. Raise ValueError if one is staged in part."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
-                raise ValueError(f"{name}: expected {self._store.shape(name)[0]} staged rows, found {count}")
+                raise ValueError(f"{name}: {self._store.shape(name)[0]} staged rows required (got {count})")
         return set(self._staged_rows)
 
     def drop(self) -> None:
-        """Frees its memory and forgets what was staged. Nothing may be written to its rows afterwards."""
+        """Free the memory and forget the staged weights. Nothing may be written to its rows afterwards."""
         if self.arena is not None:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
@@ -354,7 +360,7 @@ class WeightStaging:
         self._others_bytes = 0
 
     def _place(self, name: str) -> tuple[str, int]:
-        """The parameter, and where in it the first element is."""
+        """Return the parameter of `name`, and the flat index of the first element in it."""
         part = self._store.spellings.part(name)
         if part is None:
             return name, 0
@@ -363,7 +369,7 @@ class WeightStaging:
 
 
 class LendableStaging(WeightStaging):
-    """New weights in `lendable`, which others use as well."""
+    """New weights in `lendable`, which other processes can map."""
 
     def __init__(self, store: WeightStore, lendable: LendableArena) -> None:
         super().__init__(store, in_place=False)
@@ -371,16 +377,16 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> LentMemory:
-        """Let others map the weights, all of which are there. Nothing more is written here."""
+        """Let other processes map the weights, which must be complete. Nothing more is written here."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:
-        """Let no process map them from now on."""
+        """Prevent further processes from mapping the weights."""
         self._lendable.withdraw()
 
 
 class BorrowedStaging(WeightStaging):
-    """All weights, as another process has staged them."""
+    """A complete set of weights that another process has staged."""
 
     def __init__(self, store: WeightStore, arena: BorrowedArena) -> None:
         super().__init__(store, in_place=False)

@@ -1,5 +1,5 @@
-"""What is computed next: sequences, and the scheduler.
+"""Scheduling: sequences, and the choice of the tokens that the next step computes.
 
-Owns: which sequences wait and run, with the blocks, lanes and states that they hold. Does not own: what is computed
-with them (`running`), nor what is drawn.
+Owns which sequences wait and which run, with the blocks, lanes and states that they hold. Does not own the computation
+(`running`) or what is drawn.
 """

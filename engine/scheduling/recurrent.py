@@ -1,30 +1,40 @@
-"""Recurrent state: which slot each running sequence reads and writes, and where checkpoints are taken.
+"""Recurrent states: the slots that running sequences read and write, and the checkpoints of their states.
 
-A slot holds what all recurrent layers remember of one sequence after one of its tokens. A running sequence has a `slot`
-of its own. It reads its `source`: its own after a step, none if it begins, a checkpoint's or a parent's if it goes on
-from there, which stays as it is. It writes its `target`: its own, or one reserved for a checkpoint. It holds a
-reference to each, and a step under way holds one to the checkpoint that it writes. All three are counters of its lane
-(`sequence.Counters`). So nothing is copied to restore a checkpoint, to fork, or to take a checkpoint.
+A slot holds the state of all recurrent layers for one sequence, after one of its tokens. A running sequence has a
+`slot` of its own. It reads its state from `source` and writes it to `target`:
 
-`StateSlots` owns each slot's references, the free slots, and the checkpoints: entry of the prefix index -> slot, within
-their budget. `Branches` owns where prompts branch of which a checkpoint is still to come. `RecurrentStates` joins them
-to the lanes. Not owned here: the tensors that slots are made of (`model_runner`), and which prefixes there are
-(`prefix_cache`).
+- `source` is its own slot after a step, no slot if the sequence starts from nothing, or the slot of a checkpoint or a
+  parent from which it resumes. The slot of a checkpoint or a parent is not changed.
+- `target` is its own slot, or a slot reserved for a checkpoint.
 
-Checkpoints lie at absolute positions, all of them borders of blocks, and chunks are cut there:
+A sequence holds a reference to each of these slots, and a step in flight holds a reference to the checkpoint that it
+writes. All three are counters of the sequence's lane (`sequence.Counters`). Restoring a checkpoint, forking and taking
+a checkpoint therefore copy nothing.
 
-- every `interval` tokens of what is computed in chunks: a prompt, or all tokens after a preemption;
-- at the last border of blocks within a prompt that the prompt can be resumed from when it comes again;
-- where the tokens end that a sequence found in the cache but had to compute for want of a checkpoint: prompts branch
-  there, and those that come meanwhile wait for this one as they wait for a prefix that is being computed;
+`StateSlots` owns the references to each slot, the free slots, and the checkpoints (entry of the prefix index -> slot)
+within their budget. `Branches` owns the places where prompts branch and a checkpoint is still pending.
+`RecurrentStates` connects them to the lanes. Not owned here: the tensors of the slots (`model_runner`) and the known
+prefixes (`prefix_cache`).
+
+Checkpoints lie at absolute positions on block boundaries. Chunks are cut there:
+
+- every `interval` tokens in tokens that are computed in chunks: a prompt, or all tokens after a preemption;
+- at the last block boundary within a prompt from which the same prompt can be resumed when it comes again;
+- where prompts branch: at the end of the tokens that a sequence found in the cache but had to compute, because there
+  was no checkpoint. Prompts that arrive meanwhile wait for this checkpoint as they wait for a prefix that is being
+  computed;
 - every `decode_interval` tokens while decoding.
 
-A checkpoint is reserved when the step that will end at it is planned, ready once that step is done, pinned while a
-sequence goes on from it, and forgotten when its entry goes, when another one needs its place, or with the epoch. One
-for which there is no slot is skipped: nothing waits for it, and where a chunk is cut changes no bit.
+A checkpoint is reserved when the step that ends at it is planned, and ready when that step is done. It is pinned while
+a sequence resumes from it. It is dropped with its entry, with the epoch, or if another checkpoint or a live state needs
+its slot. If there is no slot for a checkpoint, it is skipped: nothing waits for it, and the place where a chunk is cut
+does not change a bit.
 
-Promises: a slot that a sequence reads or writes is never handed out; there are at most `budget` checkpoints, reserved
-ones included; a live state never waits for a slot that only a checkpoint holds.
+Promises:
+
+- A slot that a sequence reads or writes is never handed out.
+- There are at most `budget` checkpoints, including reserved ones.
+- A live state never waits for a slot that only a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -43,11 +53,11 @@ from .sequence import Chunks, Lanes, Sequence
 
 @dataclass
 class StateStats:
-    """Lifetime counters of checkpoints, and gauges of this moment.
+    """Lifetime counters of checkpoints, and gauges of the current moment.
 
-    `skipped`: those that found no place in the budget. `evicted`: those that gave their place to another one or to a
-    live state. `restored`: how often a sequence went on from one. `ready`: those that can be restored now; `reserved`:
-    those that steps under way write.
+    `skipped`: checkpoints for which there was no slot within the budget. `evicted`: checkpoints that gave up their slot
+    to another checkpoint or to a live state. `restored`: how often a sequence resumed from a checkpoint. `ready`:
+    checkpoints that can be restored now. `reserved`: checkpoints that steps in flight write.
     """
 
     skipped: int = 0
@@ -58,7 +68,7 @@ class StateStats:
 
 
 class StateSlots:
-    """`num_slots` slots, at most `budget` of which are checkpoints."""
+    """`num_slots` slots, of which at most `budget` hold checkpoints."""
 
     def __init__(self, num_slots: int, budget: int) -> None:
         self.num_slots = num_slots
@@ -70,28 +80,34 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        """Slots that live states can take."""
+        """The number of slots available to live states."""
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
 
     def take(self) -> int | None:
-        """A slot for a live state, perhaps that of the checkpoint used least recently; None if all are in use."""
+        """Take a slot for a live state, or return None if all slots are in use.
+
+        If no slot is free, evict the least recently used checkpoint that is not being read.
+        """
         if not self._free:
             self._evict()
         return self._new() if self._free else None
 
     def share(self, slot: int) -> int:
-        """One more reference to a slot: the slot."""
+        """Add a reference to a slot and return the slot."""
         self._references[slot] += 1
         return slot
 
     def release(self, slot: int) -> None:
-        """Takes a reference from a slot."""
+        """Drop a reference to a slot."""
         self._references[slot] -= 1
         if self._references[slot] == 0:
             self._free.append(slot)
 
     def reserve(self) -> int | None:
-        """A slot for a checkpoint that a step will write, perhaps that of another one; None if all are in use."""
+        """Reserve a slot for a checkpoint that a step will write, if necessary by evicting another checkpoint.
+
+        Return None if all slots are in use.
+        """
         if not self._can_reserve:
             self._evict()
         if not self._can_reserve:
@@ -101,12 +117,15 @@ class StateSlots:
         return self._new()
 
     def cancel(self, slot: int) -> None:
-        """Gives back a slot that was reserved."""
+        """Release a reserved slot."""
         self.stats.reserved -= 1
         self.release(slot)
 
     def make_ready(self, entry: Entry, slot: int) -> None:
-        """Makes a reserved slot, now written, the checkpoint at the end of an entry's block, unless that has one."""
+        """Turn a written, reserved slot into the checkpoint at the end of an entry's block.
+
+        If the entry has a checkpoint already, release the slot.
+        """
         if entry in self._ready:
             self.cancel(slot)
             return
@@ -115,16 +134,16 @@ class StateSlots:
         self.stats.ready += 1
 
     def is_ready(self, entry: Entry) -> bool:
-        """Whether there is a checkpoint at the end of an entry's block."""
+        """Return whether there is a checkpoint at the end of an entry's block."""
         return entry in self._ready
 
     def restore(self, entry: Entry) -> int:
-        """The slot of an entry's checkpoint, with a reference more, so that it stays."""
+        """Return the slot of an entry's checkpoint, with one more reference, so that the slot is kept."""
         self._ready.move_to_end(entry)
         return self.share(self._ready[entry])
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drops the checkpoints of some entries, which go. Who reads them goes on."""
+        """Drop the checkpoints of removed entries. Sequences that read them keep their references."""
         for entry in entries:
             slot = self._ready.pop(entry, None)
             if slot is not None:
@@ -132,7 +151,10 @@ class StateSlots:
                 self.release(slot)
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Raise RuntimeError unless `held`, a slot for each reference of a sequence or a step, accounts for all."""
+        """Raise RuntimeError unless `held` accounts for all references.
+
+        `held`: one slot for each reference of a sequence or a step.
+        """
         counts = [0] * self.num_slots
         for slot in (*held, *self._ready.values()):
             counts[slot] += 1
@@ -140,7 +162,7 @@ class StateSlots:
         wrong |= {slot for slot in range(self.num_slots) if (counts[slot] == 0) != (slot in self._free)}
         is_counted = self.stats.ready == len(self._ready) and self.stats.reserved + self.stats.ready <= self.budget
         if wrong or len(set(self._free)) != len(self._free) or not is_counted:
-            raise RuntimeError(f"states: slots {sorted(wrong)} are not counted exactly once, or beyond the budget")
+            raise RuntimeError(f"states: slots {sorted(wrong)} are not counted exactly once, or exceed the budget")
 
     @property
     def _can_reserve(self) -> bool:
@@ -152,7 +174,7 @@ class StateSlots:
         return slot
 
     def _evict(self) -> None:
-        """Drops the least recently used checkpoint that nobody reads, if there is one."""
+        """Drop the least recently used checkpoint that is not being read, if there is one."""
         entry = next((entry for entry, slot in self._ready.items() if self._references[slot] == 1), None)
         if entry is not None:
             self.forget([entry])
@@ -161,8 +183,9 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Tokens from checkpoint to checkpoint, multiples of the block size; 0: none. `prompts`: while chunks are computed.
-    `decodes`: while decoding.
+    """Tokens between checkpoints, in multiples of the block size; 0: no checkpoints.
+
+    `prompts`: while chunks are computed. `decodes`: while decoding.
     """
 
     prompts: int
@@ -173,7 +196,7 @@ NO_CHECKPOINTS = Intervals(0, 0)
 
 
 class Slots(NamedTuple):
-    """What a sequence begins to run with: a slot of its own, and the one whose state it goes on from."""
+    """The slots with which a sequence starts to run: a slot of its own, and the slot from which its state resumes."""
 
     own: int
     source: int
@@ -183,8 +206,9 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class Branches:
-    """Where prompts branch of which no checkpoint is there: by the hash of the last block before it, the sequence that
-    is about to take one.
+    """The places where prompts branch and a checkpoint is pending.
+
+    Maps the hash of the last block before the branch to the sequence that will take the checkpoint.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -192,23 +216,25 @@ class Branches:
         self._takers: dict[bytes, Sequence] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a sequence is about to take a checkpoint at the end of this block."""
+        """Return whether a sequence will take a checkpoint at the end of this block."""
         return key in self._takers
 
     def find(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
-        """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
-        sequence is about to take a checkpoint.
+        """Return the hash of the last block at which another sequence will take a checkpoint, or None.
+
+        Only blocks [num_resumed, num_hits) count. Without the checkpoint, the sequence would compute them although they
+        are cached.
         """
         keys = sequence.chain.hashes[num_resumed:num_hits]
         return next((key for key in reversed(keys) if key in self._takers), None)
 
     def expect(self, sequence: Sequence, num_hits: int) -> None:
-        """Lets a sequence that begins take a checkpoint at the end of the blocks that it found in the cache."""
+        """Make a starting sequence take a checkpoint at the end of the blocks that it found in the cache."""
         sequence.branch = num_hits * self._block_size
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence has taken its checkpoint, or takes none."""
+        """Forget the branch of a sequence, which has taken its checkpoint or will not take one."""
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
             if self._takers.get(key) is sequence:
@@ -225,13 +251,14 @@ class RecurrentStates:
         self._lanes = lanes
         self._block_size = block_size
         self._intervals = intervals
-        self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
+        self._pending: dict[tuple[Sequence, int], int] = {}  # of steps in flight: sequence and position -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
-        """Slots for a sequence that is about to run, with the state at the end of `hits`. None, with nothing changed,
-        if there is none left.
+        """Return slots for a sequence that is about to run, with the state at the end of `hits`.
+
+        Return None, with nothing changed, if there is no slot left.
         """
-        # First what is restored, so that taking a slot cannot evict it.
+        # Restore first, so that taking a slot cannot evict the checkpoint.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
         own = self.slots.take()
         if own is None:
@@ -241,8 +268,9 @@ class RecurrentStates:
         return Slots(own, source)
 
     def fork(self, parent: Sequence) -> Slots | None:
-        """Slots for a child that goes on from its parent's state, which stays as it is from now on. None if there is
-        none left.
+        """Return slots for a child that continues from its parent's state, which does not change from now on.
+
+        Return None if there are not enough slots left.
         """
         lanes, lane = self._lanes, parent.lane
         is_own = lanes.source[lane] == lanes.slot[lane]
@@ -253,7 +281,10 @@ class RecurrentStates:
         return Slots(self._taken(), self.slots.share(int(lanes.source[lane])))
 
     def cut(self, sequence: Sequence, size: int) -> int:
-        """As much of the next `size` tokens as ends at the next checkpoint, for which a slot is then reserved."""
+        """Return how many of the next `size` tokens to compute in one chunk.
+
+        The chunk ends at the next checkpoint at the latest. A slot is then reserved for the checkpoint.
+        """
         place = self._next(sequence) if self.slots.budget else 0
         if place == 0 or sequence.num_computed + size < place:
             return size
@@ -266,12 +297,12 @@ class RecurrentStates:
         return place - sequence.num_computed
 
     def cuts_decodes(self, lanes: np.ndarray) -> bool:
-        """Whether the next token of the sequence of one of these lanes ends at a checkpoint of decodes."""
+        """Return whether the next token of a sequence in one of these lanes ends at a decode checkpoint."""
         interval = self._intervals.decodes if self.slots.budget else 0
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
     def advance(self, chunks: Chunks) -> None:
-        """Records that a step leaves the states of `chunks` in their targets: the next one goes on from there."""
+        """Record that a step leaves the states of `chunks` in their targets, from which the next step continues."""
         slot, source, target = self._lanes.slot, self._lanes.source, self._lanes.target
         for place in np.flatnonzero(source[chunks.lanes] != target[chunks.lanes]).tolist():
             lane, end = chunks.lanes[place], int(chunks.ends[place])
@@ -282,8 +313,9 @@ class RecurrentStates:
             source[lane], target[lane] = target[lane], slot[lane]
 
     def publish(self, chunks: Chunks, epoch: int) -> None:
-        """Makes the checkpoints ready at which `chunks` end, now that these are published; those of an earlier epoch,
-        and of sequences that lost their blocks since, are dropped.
+        """Make the checkpoints at the ends of `chunks` ready; their blocks must be published.
+
+        Checkpoints of an earlier epoch, and of sequences that have lost their blocks since, are dropped.
         """
         if not self._pending:
             return
@@ -299,7 +331,7 @@ class RecurrentStates:
                 self.slots.cancel(slot)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slots of a sequence that is about to leave its lane; what `cut` reserved is not computed."""
+        """Release the slots of a sequence that is about to leave its lane. Cancel a checkpoint reserved by `cut`."""
         self.branches.leave(sequence)
         slot, source, target = self._held(sequence)
         if slot == NO_SLOT:
@@ -316,12 +348,12 @@ class RecurrentStates:
         self.slots.check_integrity([*held, *self._pending.values()])
 
     def _held(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Slot, source and target of a running sequence."""
+        """Return slot, source and target of a running sequence."""
         lanes, lane = self._lanes, sequence.lane
         return int(lanes.slot[lane]), int(lanes.source[lane]), int(lanes.target[lane])
 
     def _next(self, sequence: Sequence) -> int:
-        """Where the next checkpoint of a sequence lies; 0 if there is none within its tokens."""
+        """Return the position of the next checkpoint of a sequence, or 0 if there is none within its tokens."""
         start, last = sequence.num_computed, sequence.num_tokens - 1
         if sequence.num_uncomputed == 1:
             return _multiple(self._intervals.decodes, start, last + 1)
@@ -340,6 +372,6 @@ class RecurrentStates:
 
 
 def _multiple(interval: int, start: int, last: int) -> int:
-    """The first multiple of an interval in (start, last]; 0 if there is none."""
+    """Return the first multiple of an interval in (start, last], or 0 if there is none."""
     place = (start // interval + 1) * interval if interval else 0
     return place if place <= last else 0

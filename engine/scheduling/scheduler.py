@@ -1,18 +1,20 @@
-"""Decides which tokens are computed in a step, and which sequence holds which blocks.
+"""The scheduler: which tokens a step computes, and which sequence holds which blocks.
 
-One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first
-under a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that
-one case.
+One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first,
+within a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are all
+this one case.
 
-`SharedPrompts` owns which prompts are being computed, so that a request with the same one can join; `Waiting` the
-sequences that wait, `Running` those that run, with all that each of them holds; `Starter` decides whether a waiting one
-can start, and `Scheduler` plans the step. None of them knows what is sampled or why a sequence ends.
+`SharedPrompts` owns the prompts that are being computed, so that a request with the same prompt can join. `Waiting`
+owns the waiting sequences. `Running` owns the running sequences, with everything that each of them holds. `Starter`
+decides whether a waiting sequence can start. `Scheduler` plans the step. None of them knows what is sampled or why a
+sequence ends.
 
-A step takes running decodes first, then chunks of running prompts, then admissions, so that a prompt of any length
-delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
-the newest running one, never from an older one; thus the oldest running one always advances, and everything that was
-accepted finishes. A waiting sequence whose next blocks are being computed by running ones is set aside until the last
-of them is there; those after it may be admitted before. Planning a step costs no more the more sequences wait.
+A step takes running decodes first, then chunks of running prompts, then admissions. A prompt of any length therefore
+delays a decode by at most one chunk. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
+the newest running sequence, never from an older one. The oldest running sequence therefore always advances, and every
+accepted request finishes. A waiting sequence is set aside while running sequences compute its next blocks, until the
+last of these blocks is published; later sequences may be admitted before it. The cost of planning a step does not grow
+with the number of waiting sequences.
 """
 
 from __future__ import annotations
@@ -37,31 +39,33 @@ _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 
 
 class SharedPrompts:
-    """By the tokens of a prompt and what else identifies its blocks: the sequence that computes it, until its first
-    token is drawn.
+    """The sequences that compute prompts, until their first token is drawn.
+
+    They are keyed by the tokens of the prompt and everything else that identifies its blocks.
     """
 
     def __init__(self) -> None:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """The sequence that computes the prompt of these tokens and this chain; its samples may still grow in number.
-        A chain with records finds only a sequence with records, and one without only one without.
+        """Return the sequence that computes this prompt, if there is one; more samples may join it.
+
+        A chain with records finds only sequences with records, and a chain without records only sequences without.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
     def add(self, sequence: Sequence) -> None:
-        """Lets others join a sequence that has a prompt and nothing else."""
+        """Let other requests join a sequence, which must consist of a prompt alone."""
         self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
-        """No further request may join this computation of a prompt."""
+        """Let no further request join this computation of a prompt."""
         key = _key_of(sequence.tokens, sequence.chain)
         if self._sequences.get(key) is sequence:
             del self._sequences[key]
 
     def clear(self) -> None:
-        """No further request may join any of them."""
+        """Let no further request join any computation."""
         self._sequences.clear()
 
 
@@ -73,10 +77,11 @@ def _key_of(tokens: array[int], chain: Chain) -> _Key:
 class SchedulerStats:
     """Lifetime counters.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
-    that were found, and computed all the same for want of a checkpoint of their state, or of the routed experts that
-    were asked for. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how often
-    one lost them to `recompute_running`.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found, at first admission. `shortened_hits`: tokens
+    that were found but computed again, because a checkpoint of their state or the requested routed experts were
+    missing. `preemptions`: how often a running sequence gave its blocks to an older one. `recomputed`: how often a
+    running sequence lost its blocks to `recompute_running`. `deferred_admissions`: summed over all steps, the number of
+    sequences that waited for a prefix.
     """
 
     prefix_queries: int = 0
@@ -90,37 +95,37 @@ class SchedulerStats:
 
 
 def order_of(sequence: Sequence) -> tuple[int, int]:
-    """The sort key of sequences; no two have the same."""
+    """Return the sort key of a sequence. All keys are different."""
     return sequence.order
 
 
 def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of a sorted list."""
+    """Remove a sequence from a sorted list."""
     position = bisect_left(sequences, sequence.order, key=order_of)
     assert sequences[position] is sequence
     del sequences[position]
 
 
 class Waiting:
-    """Waiting sequences: `ready` ones, sorted, and those set aside until a block that they need is there.
+    """The waiting sequences: `ready` ones, sorted, and the ones that are set aside until an awaited block is published.
 
-    Looking at a sequence means hashing its prompt; one that is set aside costs nothing.
+    Examining a sequence means hashing its prompt. A sequence that is set aside costs nothing.
     """
 
     def __init__(self) -> None:
         self.ready: list[Sequence] = []
-        self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
+        self._aside: dict[bytes, set[Sequence]] = {}  # by the awaited block
 
     def __len__(self) -> int:
         return len(self.ready) + self.num_aside
 
     @property
     def num_aside(self) -> int:
-        """How many sequences are set aside."""
+        """The number of sequences that are set aside."""
         return sum(map(len, self._aside.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All waiting sequences, sorted."""
+        """Iterate over all waiting sequences, sorted."""
         return iter(sorted({*self.ready}.union(*self._aside.values()), key=order_of))
 
     def add(self, sequence: Sequence) -> None:
@@ -135,13 +140,13 @@ class Waiting:
             self._aside[sequence.claim].remove(sequence)
 
     def set_aside(self, sequence: Sequence, claim: bytes) -> None:
-        """Set a ready sequence aside until the block `claim` is there, or nothing computes it any more."""
+        """Set a ready sequence aside until the block `claim` is published, or is no longer being computed."""
         remove_from(self.ready, sequence)
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
 
     def take_back(self, is_under_way: Callable[[bytes], bool]) -> None:
-        """Make sequences ready again whose block is no longer under way: it is there, or nothing computes it."""
+        """Make sequences ready again if their awaited block is no longer in progress (published or abandoned)."""
         over = [key for key in self._aside if not is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
@@ -151,8 +156,10 @@ class Waiting:
 
 
 class Running:
-    """At most `capacity` sequences. `sequences`: sorted. `lanes`: their counters. `states`: their recurrent states, of
-    a model that has such.
+    """At most `capacity` running sequences.
+
+    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: their recurrent states, or None if the model
+    has none.
     """
 
     def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots | None, intervals: Intervals) -> None:
@@ -160,8 +167,8 @@ class Running:
         self.states = None if slots is None else RecurrentStates(slots, self.lanes, cache.block_size, intervals)
         self.sequences: list[Sequence] = []
         self._cache, self._capacity = cache, capacity
-        self._order: np.ndarray | None = None  # the lanes of `sequences`, until these change
-        # A copy into a block that was given back meanwhile does no harm: a block is written before it is read.
+        self._order: np.ndarray | None = None  # the lanes of `sequences`, until `sequences` changes
+        # A copy into a block that was released meanwhile does no harm: a block is written before it is read.
         self._block_copies = self._no_copies()
 
     def __len__(self) -> int:
@@ -169,24 +176,24 @@ class Running:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence may run."""
+        """Return whether one more sequence can run."""
         return len(self.sequences) < self._capacity
 
     def in_order(self) -> np.ndarray:
-        """The lanes of the sequences, int64."""
+        """Return the lanes of the sequences in sorted order, int64."""
         if self._order is None:
             self._order = np.array([sequence.lane for sequence in self.sequences], np.int64)
         return self._order
 
     def enter(self, sequence: Sequence, table: Table, num_computed: int, slots: Slots) -> None:
-        """A sequence begins to run, with a table that has KV of its first `num_computed` tokens."""
+        """Start to run a sequence. `table`: its blocks, with the KV of its first `num_computed` tokens."""
         sequence.table = table
         insort(self.sequences, sequence, key=order_of)
         self.lanes.enter(sequence, num_computed, *slots)
         self._order = None
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence runs no longer: take all that it holds."""
+        """Stop running a sequence and release everything that it holds."""
         self._cache.claims.withdraw(sequence.chain)
         self._cache.tables.release(sequence.table)
         if self.states is not None:
@@ -197,16 +204,16 @@ class Running:
         self._order = None
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give a sequence so many more blocks of each group; there are enough."""
+        """Give a sequence `num_blocks` more blocks of each group. Enough blocks must be free."""
         self._cache.tables.extend(sequence.table, num_blocks)
         self.lanes.add_blocks(sequence)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
-        and then its own first `token`.
+        """Return a second sequence, for `sample`: the tokens and the KV of `parent`, then its own first `token`.
 
-        It shares the full blocks; the one that is left, if any, is copied before the next step. Without room to run, or
-        if the parent has lost its blocks, the second one does not run: it holds nothing.
+        All tokens of the parent must be computed. Full blocks are shared; a partial last block is copied before the
+        next step. If there is no room to run, or if the parent has lost its blocks, the new sequence does not run and
+        holds nothing.
         """
         chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
@@ -225,8 +232,9 @@ class Running:
         return child
 
     def take_block_copies(self) -> list[dict[int, int]]:
-        """The block copies to make before the next step computes anything, of each group destination to source.
-        Returns each once.
+        """Return the block copies to make before the next step computes, for each group destination to source.
+
+        Each copy is returned once.
         """
         copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
@@ -243,7 +251,7 @@ class Running:
 
 
 class Outcome(Enum):
-    """What became of a waiting sequence in this step."""
+    """The result of the attempt to start a waiting sequence."""
 
     STARTED = auto()
     WAIT_FOR_PREFIX = auto()
@@ -251,8 +259,10 @@ class Outcome(Enum):
 
 
 class Starter:
-    """Moves sequences from `waiting` to `running`. `routes`: of a model with experts, which ones were chosen in
-    published prefixes. `chunk`: the most tokens that a sequence computes in a step.
+    """Moves sequences from `waiting` to `running`.
+
+    `routes`: for models with experts, the experts chosen in published prefixes. `chunk`: the most tokens that a
+    sequence computes in a step.
     """
 
     def __init__(
@@ -268,14 +278,15 @@ class Starter:
         self._waiting, self._running, self._states = waiting, running, running.states
 
     def start(self, sequence: Sequence) -> Outcome:
-        """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room. One that
-        waits for a prefix is set aside.
+        """Start a waiting sequence after the longest prefix that it can reuse, if there is room for all its tokens.
+
+        A sequence that waits for a prefix is set aside.
         """
         cache = self._cache
         if sequence.chain.epoch != cache.identity.epoch:
             self._renew(sequence)
         num_tokens = sequence.num_tokens
-        # The last token is always computed: its logits are needed. A score request needs the logits of every token.
+        # The last token is always computed, because its logits are needed. A score needs the logits of every token.
         limit = num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         found = cache.lookup(sequence.chain, sequence.tokens, limit)
         hits = self._recorded(sequence, found)
@@ -298,18 +309,20 @@ class Starter:
         return Outcome.STARTED
 
     def is_under_way(self, key: bytes) -> bool:
-        """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
+        """Return whether an awaited block, or the checkpoint at its end, is still in progress."""
         return key in self._cache.claims or (self._states is not None and key in self._states.branches)
 
     def _renew(self, sequence: Sequence) -> None:
-        """Gives a sequence a chain of the current epoch."""
+        """Give a sequence a chain of the current epoch."""
         sequence.chain = self._cache.identity.restart(sequence.chain)
         if sequence.routes is not None:
             sequence.routes.fresh = sequence.routes.num_rows
 
     def _recorded(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
-        """What a sequence can use of its hits: where it needs their routed experts, those before the first one without.
-        The others it computes again.
+        """Return the hits that a sequence can use.
+
+        If it needs the routed experts of its hits, these end before the first hit without them. The rest is computed
+        again.
         """
         if self._routes is None or not sequence.needs_routes:
             return hits
@@ -330,13 +343,13 @@ class Starter:
             self._stats.prefix_hits += sequence.num_computed
 
 
-# A lookup hashes the prompt of a sequence, and then finds block by block what is cached of it.
+# A lookup hashes the prompt of a sequence, then searches the cache block by block.
 _MOST_LOOKUPS_IN_VAIN = 32
 
 
 @dataclass
 class _Plan:
-    """`sizes`: the tokens that the sequence of each lane computes in the step."""
+    """The plan of a step. `budget`: tokens left. `sizes`: the tokens that the sequence in each lane computes."""
 
     budget: int
     sizes: dict[int, int] = field(default_factory=dict)
@@ -350,7 +363,7 @@ class _Plan:
         self.budget += self.sizes.pop(lane, 0)
 
     def chunks(self, lanes: Lanes) -> Chunks:
-        """The chunks that are planned."""
+        """Return the planned chunks."""
         found = np.fromiter(self.sizes, np.int64, len(self.sizes))
         starts = lanes.num_computed[found]
         sizes = np.fromiter(self.sizes.values(), np.int64, len(found))
@@ -358,10 +371,11 @@ class _Plan:
 
 
 class Scheduler:
-    """Plans steps for any number of sequences, at most `max_num_seqs` running, `max_num_batched_tokens` per step.
+    """Plans the steps of any number of sequences.
 
-    `slots`: of the recurrent states of a model that has such; `intervals`: where their checkpoints lie. `routes`: of a
-    model with experts, which ones were chosen in published prefixes.
+    At most `max_num_seqs` sequences run, with at most `max_num_batched_tokens` tokens per step. `slots`: the slots for
+    recurrent states, if the model has them. `intervals`: the intervals of their checkpoints. `routes`: for models with
+    experts, the experts chosen in published prefixes.
     """
 
     def __init__(
@@ -382,23 +396,24 @@ class Scheduler:
         self._starter = Starter(cache, self.waiting, self.running, routes, max_num_batched_tokens, self.stats)
 
     def schedule(self) -> Chunks:
-        """The chunks of the next step, with blocks reserved for them.
+        """Return the chunks of the next step, with blocks reserved for them.
 
-        Empty only if nothing is unfinished, or all waits for what the step under way draws, publishes or frees.
+        They are empty only if nothing is unfinished, or if every sequence waits for tokens, blocks or prefixes from the
+        step in flight.
         """
         plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
         running = self.running.in_order()
         uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
         one_by_one = self._decode(running[uncomputed == 1], plan)
         for sequence in lanes.sequences[np.concatenate((one_by_one, running[uncomputed > 1]))]:
-            if sequence.table:  # not preempted by one before it
+            if sequence.table:  # not preempted by an earlier sequence
                 self._continue(sequence, plan)
         if not plan.short_of_blocks:
             self._start_waiting(plan)
         return plan.chunks(lanes)
 
     def advance(self, chunks: Chunks) -> None:
-        """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
+        """Record that a step computes the KV of `chunks`, so that the next step continues after them."""
         lanes = self.running.lanes
         lanes.num_computed[chunks.lanes] = chunks.ends
         if self.running.states is not None:
@@ -408,8 +423,9 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publishes the blocks that `chunks` filled, now that their tokens are known, and then gives those back that
-        are behind a window; sequences that lost their blocks since are passed over.
+        """Publish the blocks that `chunks` filled, then release blocks behind a window.
+
+        The tokens of the blocks must be known. Sequences that have lost their blocks since are skipped.
         """
         cache, size = self.cache, self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
@@ -427,27 +443,27 @@ class Scheduler:
                     cache.tables.give_back(sequence.table, end)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """What `Running.fork` gives. If it does not run, it waits, and finds the shared blocks again when it starts."""
+        """See `Running.fork`. If the child cannot run, it waits, and finds the shared blocks again when it starts."""
         child = self.running.fork(parent, sample, token)
         if not child.table:
             self.waiting.add(child)
         return child
 
     def finish(self, sequence: Sequence) -> None:
-        """Removes a sequence, waiting or running, and gives its blocks back."""
+        """Remove a sequence, waiting or running, and release its blocks."""
         if sequence.lane >= 0:
             self.running.leave(sequence)
         else:
             self.waiting.remove(sequence)
 
     def recompute_running(self) -> None:
-        """Takes all blocks from every running sequence; they wait, and are computed anew when their turn comes."""
+        """Take all blocks from every running sequence and requeue it. It is computed again when its turn comes."""
         self.stats.recomputed += len(self.running)
         for sequence in self.running.sequences.copy():
             self._suspend(sequence)
 
     def started(self) -> list[Sequence]:
-        """The sequences that run, and those that wait after they got decoded tokens."""
+        """Return the running sequences, and the waiting sequences that have decoded tokens."""
         return self.running.sequences + [
             sequence for sequence in self.waiting if sequence.num_tokens > sequence.num_prompt_tokens
         ]
@@ -461,8 +477,9 @@ class Scheduler:
             self.routes.check_integrity(self.cache.entries)
 
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
-        """Lets the sequences of the lanes `decoding` compute one token each, in this order, if there are blocks for all
-        of them. Returns the lanes that then have to be planned one by one: all of them, or none.
+        """Plan one token for each sequence in the lanes `decoding`, in this order, if there are blocks for all of them.
+
+        Return the lanes that must be planned one by one instead: all of them, or none.
         """
         decoding, lanes = decoding[: plan.budget], self.running.lanes
         if self.running.states is not None and self.running.states.cuts_decodes(decoding):
@@ -484,8 +501,9 @@ class Scheduler:
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
-        """Gives a running sequence, computed up to `start`, blocks for up to `size` more tokens; returns for how many
-        it has them.
+        """Give a running sequence, computed up to `start`, blocks for up to `size` more tokens.
+
+        Return the number of tokens for which it has blocks.
         """
         tables, running = self.cache.tables, self.running.sequences
         needed = tables.blocks_for(start + size) - len(sequence.table)
@@ -504,7 +522,7 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _suspend(self, sequence: Sequence) -> None:
-        """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
+        """Take all blocks from a running sequence and requeue it. Its published blocks can still be prefix hits."""
         self.running.leave(sequence)
         self.waiting.add(sequence)
 
@@ -525,8 +543,9 @@ class Scheduler:
 
 
 def _attach_routes(records: RouteRecords, entries: list[Entry], num_known: int, routes: Routes, size: int) -> None:
-    """Gives the entries of a sequence from the first `num_known` on the routed experts of their blocks, if it has those
-    of these weights.
+    """Attach routed experts to the entries of a sequence, from entry `num_known` on.
+
+    Entries with rows from other weights are skipped.
     """
     for i in range(max(num_known, -(-routes.fresh // size)), len(entries)):
         records.attach(entries[i], routes.rows(i * size, (i + 1) * size))

@@ -1,8 +1,8 @@
-"""A sequence of tokens, how much of it the KV cache holds, and what it is computed for; and the running ones as arrays.
+"""Sequences: their tokens, how many of them the KV cache holds, what they are computed for, and their lanes.
 
-Owns which lane of the arrays each running sequence has, and gives sequences their tokens: tokens and counters change
-together. Counters of a running sequence are stored in its lane alone (`Counters`), where every step gathers what it
-needs of all at once.
+Owns the lane of each running sequence in the arrays, and gives sequences their tokens: tokens and counters change
+together. The counters of a running sequence are stored only in its lane (`Counters`), from where every step gathers the
+counters of all sequences at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..outputs.routes import Routes
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """A token is drawn after the last one for each of `samples`, of which there are several while the prompt of a group
-    is computed.
+    """A token is drawn for each of `samples` after the last token of the sequence.
+
+    There are several samples while the prompt of a group is computed.
     """
 
     samples: list[OpenSample]
@@ -35,12 +36,12 @@ Purpose: TypeAlias = Generation | OpenScore
 
 
 class Counters:
-    """What every step asks of running sequences: arrays with an element for each lane, int64 [capacity].
+    """The counters of running sequences that every step needs: arrays with one element per lane, int64 [capacity].
 
-    `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
-    num_computed) have their KV in the sequence's blocks, or will have it when the steps under way are done.
-    `last_token`: the last one that is seen. `has_unseen`: whether the step under way draws one more (bool). `slot`,
-    `source`, `target`: where its recurrent state lies (`recurrent`).
+    `num_tokens`: all tokens so far, prompt and decoded, including an unseen one. `num_computed`: the KV of tokens [0,
+    num_computed) is in the sequence's blocks, or will be when the steps in flight are done. `last_token`: the last seen
+    token. `has_unseen`: whether the step in flight draws another token, which the host has not seen (bool). `slot`,
+    `source`, `target`: the slots of the recurrent state (`recurrent`).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,21 +52,21 @@ class Counters:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens to be computed. While it runs its counters are in `counters`, at `lane`, and nowhere else.
+    """Tokens to be computed. While the sequence runs, its counters are stored only in `counters`, at `lane`.
 
-    The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`, the lanes (`Lanes`) write
+    The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`. The lanes (`Lanes`) write
     `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
-    `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
-    `tokens`: those that are seen.
-    `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
-    `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
-    `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
-    `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
-    0 otherwise, or once there is one.
-    `routes`: the experts that were chosen for its tokens, as far as steps are done; None if they were not asked for. Of
-    one that waits after a token was drawn, all its tokens but the last have theirs.
-    `lane`: -1 of a sequence that waits, which holds no blocks.
+    `order`: (arrival of the request, sample index). Lower orders are served first, higher orders are preempted first.
+    `tokens`: the seen tokens.
+    `purpose`: the samples for which tokens are drawn after the last token, or the score that gets the log-probs.
+    `claim`: the hash of the awaited block, which another sequence computes; None if the sequence awaits no block.
+    `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
+    `branch`: the number of tokens found in the cache at admission, if there was no checkpoint of their state; 0
+    otherwise, and 0 once the checkpoint exists.
+    `routes`: the experts chosen for its tokens by finished steps; None if not requested. In a sequence that waits after
+    a token was drawn, all tokens but the last have their experts.
+    `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
     """
 
     order: tuple[int, int]
@@ -83,34 +84,36 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and decoded; of one that runs with the unseen one."""
+        """All tokens so far, prompt and decoded; in a running sequence including the unseen token."""
         return len(self.tokens) if self.counters is None else int(self.counters.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
-        """Of its first tokens, those that have their KV, or will have it when the steps under way are done."""
+        """The number of first tokens with KV that is computed, or will be when the steps in flight are done."""
         return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property
     def num_decoded(self) -> int:
-        """Tokens after the prompt."""
+        """The number of tokens after the prompt."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def needs_routes(self) -> bool:
-        """Whether it records routed experts, and has to know those of what it finds in the cache. Once a token is
-        drawn, all before it have theirs.
+        """Return whether cached blocks are useful to the sequence only with their routed experts.
+
+        This is so if it records routed experts and no token is drawn yet. Once a token is drawn, all tokens before it
+        have their experts.
         """
         return self.routes is not None and self.num_decoded == 0
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """The number of tokens with KV that is still to be computed."""
         return self.num_tokens - self.num_computed
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence, to be computed in one step; [0, start) are computed by then."""
+    """Tokens [start, end) of a sequence, to be computed in one step. Tokens [0, start) are computed by then."""
 
     sequence: Sequence
     start: int
@@ -118,32 +121,32 @@ class Chunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Those of the chunk."""
+        """The number of tokens in the chunk."""
         return self.end - self.start
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the next token can be drawn after it."""
+        """Return whether the next token can be drawn after the chunk."""
         return self.end == self.sequence.num_tokens
 
     @property
     def drawing(self) -> list[OpenSample]:
-        """Those for which a token is drawn after it."""
+        """The samples for which a token is drawn after the chunk."""
         purpose = self.sequence.purpose
         return purpose.samples if self.reaches_end and isinstance(purpose, Generation) else []
 
     @property
     def scoring(self) -> OpenScore | None:
-        """What its log-probs belong to."""
+        """The score that gets the log-probs of the chunk, or None."""
         purpose = self.sequence.purpose
         return purpose if isinstance(purpose, OpenScore) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """What a step computes: tokens [starts[i], ends[i]) of `sequences[i]`, each of which has one chunk.
+    """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
-    `lanes`: those of the sequences when the step was planned. `lanes`, `starts`, `ends`: int64 [N].
+    `lanes`: the lanes of the sequences when the step was planned. `lanes`, `starts`, `ends`: int64 [N].
     """
 
     sequences: AnySequence[Sequence]
@@ -152,7 +155,7 @@ class Chunks:
     ends: np.ndarray
 
     def take(self, places: np.ndarray) -> Chunks:
-        """Those at some places."""
+        """Return the chunks at the given places."""
         return Chunks([self.sequences[i] for i in places], self.lanes[places], self.starts[places], self.ends[places])
 
     def __getitem__(self, place: int) -> Chunk:
@@ -170,11 +173,11 @@ _lane_of = attrgetter("lane")
 
 
 class Lanes(Counters):
-    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Beside the counters of all:
+    """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    `num_blocks`, int64 [capacity]; `tables`, for each group int64 [capacity, blocks]: the block tables, filled up with
-    zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
-    `draws`: that sample and its `DRAW`.
+    In addition to the counters: `num_blocks`, int64 [capacity]. `tables`: for each group the block tables, int64
+    [capacity, blocks], padded with zeros. `sequences`: the sequence in each lane. `is_decoding`, bool: whether the
+    sequence belongs to one sample that has tokens. `samples`, `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -186,7 +189,7 @@ class Lanes(Counters):
         self._free = list(reversed(range(capacity)))
 
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
-        """Gives a sequence that begins to run, with KV of its first `num_computed` tokens, a lane."""
+        """Give a lane to a sequence that starts to run with the KV of its first `num_computed` tokens."""
         lane = self._free.pop()
         sequence.counters, sequence.lane = self, lane
         self.sequences[lane] = sequence
@@ -199,13 +202,13 @@ class Lanes(Counters):
         self._see(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes the lane of a sequence that runs no longer."""
+        """Take the lane from a sequence that no longer runs."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self._free.append(sequence.lane)
         sequence.counters, sequence.lane = None, -1
 
     def add_blocks(self, sequence: Sequence) -> None:
-        """Adds to a lane the blocks that its sequence got."""
+        """Copy the new blocks of a sequence to its lane."""
         lane, table = sequence.lane, sequence.table
         known, count = int(self.num_blocks[lane]), len(table.blocks[0])
         if count > self.tables[0].shape[1]:
@@ -215,14 +218,15 @@ class Lanes(Counters):
         self.num_blocks[lane] = count
 
     def expect_first(self, sequence: Sequence) -> None:
-        """Counts the first token of a sequence of one sample, which is being drawn."""
+        """Count the first token of a sequence with one sample, which is being drawn."""
         self.num_tokens[sequence.lane] += 1
         self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
 
     def expect(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> None:
-        """Counts the next token of each sequence that decodes, which is being drawn, unless that is the last one it may
-        get.
+        """Count the next token of each decoding sequence, which is being drawn.
+
+        A token that is the last by `max_tokens` is not counted.
         """
         goes_on = self._holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
         lanes = lanes[goes_on]
@@ -230,7 +234,7 @@ class Lanes(Counters):
         self.has_unseen[lanes] = True
 
     def begin(self, sequence: Sequence, sample: OpenSample, token_id: int) -> None:
-        """From now on a sequence, which may wait, is of this sample alone, whose first token it gets."""
+        """Assign a sequence, running or waiting, to this sample alone, and give it the sample's first token."""
         sequence.purpose = Generation([sample])
         sequence.tokens.append(token_id)
         if sequence.lane >= 0:
@@ -239,9 +243,11 @@ class Lanes(Counters):
     def accept(
         self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int], counts: np.ndarray
     ) -> None:
-        """Gives each of some sequences that decode its next tokens: `counts`, int64, at least one each, of `token_ids`,
-        sequence after sequence. `lanes`: those that they had when the step was planned; who left its lane since gets
-        them, too.
+        """Give decoding sequences their next tokens.
+
+        `counts`: int64, the number of tokens of each sequence, at least one. `token_ids`: the tokens, sequence after
+        sequence. `lanes`: the lanes of the sequences when the step was planned. A sequence that has left its lane since
+        gets its tokens, too.
         """
         last = np.array(token_ids)
         if len(token_ids) == len(sequences):
@@ -259,18 +265,18 @@ class Lanes(Counters):
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise RuntimeError unless each sequence that runs has a lane that fits it, and there is no other lane."""
+        """Raise RuntimeError unless each running sequence agrees with its lane, and no other lane is in use."""
         if wrong := [sequence for sequence in running if not self._fits(sequence)]:
-            raise RuntimeError(f"lanes: expected a lane that fits sequence {wrong[0].order}, found {wrong[0].lane}")
+            raise RuntimeError(f"lanes: lane {wrong[0].lane} does not agree with its sequence {wrong[0].order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
-            raise RuntimeError(f"lanes: expected {len(running)} lanes in use, as many as sequences run")
+            raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
 
     def _holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
-        """Which of some lanes are still those of the sequences that had them, bool [lanes]."""
+        """Return which lanes still belong to the sequences that had them, bool [lanes]."""
         return np.fromiter(map(_lane_of, sequences), np.int64, len(lanes)) == lanes
 
     def _see(self, sequence: Sequence) -> None:
-        """All tokens of a running sequence are seen."""
+        """Count all tokens of a running sequence as seen."""
         lane = sequence.lane
         self.num_tokens[lane], self.last_token[lane] = len(sequence.tokens), sequence.tokens[-1]
         self.has_unseen[lane] = False
@@ -295,13 +301,13 @@ class Lanes(Counters):
 
 @dataclass(frozen=True, eq=False)
 class Takers:
-    """Who takes what a step gives.
+    """The samples and scores that take the results of a step.
 
-    `samples`: those that draw. Sample i draws from a range of the last rows of the chunk at `places[i]`, `counts[i]` of
-    them; the draws lie one range behind the other. The first ones are of `decodes`, which are chunks of samples that
-    decode alone; those behind them begin, each with one row, several in a row from the same prompt. `scores`: the
-    places of the chunks that are scored, and for whom. `prompts`: the place of each prompt after which samples draw,
-    and which samples. `places`, `counts`: int64.
+    `samples`: the samples that draw. Sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The
+    draws of the samples lie one after the other. The first draws belong to `decodes`, the chunks of samples with a
+    sequence of their own. The following samples begin, each with one row; samples of the same prompt are neighbors.
+    `scores`: the places of the scored chunks, with their scores. `prompts`: the place of each prompt after which
+    samples draw, with the range of these samples. `places`, `counts`: int64.
     """
 
     decodes: Chunks
@@ -313,12 +319,12 @@ class Takers:
 
     @property
     def num_decode_draws(self) -> int:
-        """How many of the draws are of decodes: the first ones."""
+        """The number of draws that belong to decodes; these are the first draws."""
         return int(self.counts[: len(self.decodes)].sum())
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
-    """Those of the chunks of a step that is about to be computed."""
+    """Return the takers of the chunks of a step that is about to be computed."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
     places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))
@@ -345,7 +351,7 @@ def _wider(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def _sample_of(sequence: Sequence) -> OpenSample | None:
-    """The one that it is of, if that has tokens."""
+    """Return the one sample of a sequence if it has tokens, otherwise None."""
     match sequence.purpose:
         case Generation([sample]) if sequence.num_decoded > 0:
             return sample

@@ -24,7 +24,7 @@ class _CollidingIdentity(_CountingIdentity):
 
 
 class CountingCache(PrefixCache):
-    """Counts the hashes it computes and the prefixes it looks up."""
+    """A prefix cache that counts the hashes it computes and the prefixes it looks up."""
 
     lookups = 0
     make_identity: type[_CountingIdentity] = _CountingIdentity
@@ -43,6 +43,6 @@ class CountingCache(PrefixCache):
 
 
 class CollidingCache(CountingCache):
-    """Knows only two hashes."""
+    """A prefix cache with only two different hashes, so that hashes collide."""
 
     make_identity = _CollidingIdentity

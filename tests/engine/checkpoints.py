@@ -18,7 +18,7 @@ FILE = "model.safetensors"
 
 
 def another_version(model: Path, folder: Path, seed: int = 1, density: float = 1.0) -> Path:
-    """A checkpoint beside `model` in which a share of each tensor's elements, `density`, has other values."""
+    """Write a checkpoint that differs from `model` in a share `density` of the elements of each tensor."""
     shutil.copytree(model, folder)
     generator = torch.Generator().manual_seed(seed)
     tensors = read_tensors(model)
@@ -31,12 +31,12 @@ def another_version(model: Path, folder: Path, seed: int = 1, density: float = 1
 
 
 def read_tensors(model: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What a push of this checkpoint would bring."""
+    """Return the tensors that a push of this checkpoint brings."""
     return {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(model / FILE).items()}
 
 
 def stage(engine: Engine, tensors: Mapping[str, Tensor], in_place: bool = False, step: int = 48) -> WeightStaging:
-    """Tensors staged in pieces of `step` rows."""
+    """Return a staging with the tensors, written in pieces of `step` rows."""
     staging = engine.weights.new_staging(in_place)
     stage_rows(staging, tensors, step)
     return staging
@@ -50,7 +50,7 @@ def stage_rows(staging: WeightStaging, tensors: Mapping[str, Tensor], step: int 
 
 
 def stage_changes(engine: Engine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> WeightStaging:
-    """The changed elements alone."""
+    """Return a staging with only the changed elements."""
     staging = engine.weights.new_staging(in_place=False)
     for name, tensor in after.items():
         indices = (tensor != before[name]).view(-1).nonzero().view(-1)
@@ -60,7 +60,7 @@ def stage_changes(engine: Engine, before: Mapping[str, Tensor], after: Mapping[s
 
 
 def addresses(engine: Engine) -> dict[str, int]:
-    """Where each parameter lies."""
+    """Return the address of each parameter."""
     tensors: dict[str, Any] = dict(engine.weights.tensors)
     return {
         name: tensor.data_ptr() if isinstance(tensor, Tensor) else tensor.pointer for name, tensor in tensors.items()

@@ -9,6 +9,6 @@ from trueroll.engine.running import executor
 
 @pytest.fixture(params=[0, 1], ids=["in-step", "ahead"])
 def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Engines that finish each step before the next, as on a CPU, and engines that queue one ahead, as on a GPU."""
+    """Return how many steps an engine queues ahead: 0 as on a CPU, or 1 as on a GPU."""
     monkeypatch.setattr(executor, "runs_ahead", lambda device: bool(request.param))
     return request.param

@@ -41,7 +41,7 @@ def generate(id: str, prompt: np.ndarray, **params: Any) -> GenerateRequest:
 
 
 def drain(engine: Engine) -> list[Output]:
-    """Steps until nothing is left, and audits the blocks."""
+    """Step until no request is unfinished, then check that all blocks are accounted for. Return the outputs."""
     outputs: list[Output] = []
     while engine.has_unfinished:
         outputs += engine.step()
@@ -50,14 +50,14 @@ def drain(engine: Engine) -> list[Output]:
 
 
 def samples_of(outputs: Collection[Output]) -> list[SampleOutput]:
-    """The outputs, each of which must be a sample."""
+    """Return the outputs, each of which must be a sample."""
     samples = [output for output in outputs if isinstance(output, SampleOutput)]
     assert len(samples) == len(outputs)
     return samples
 
 
 def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], SampleOutput]:
-    """Adds all requests at once; their samples by (request id, index)."""
+    """Add all requests at once and finish them. Return their samples by (request id, index)."""
     for request in requests:
         engine.add(request)
     outputs = [output for output in drain(engine) if isinstance(output, SampleOutput)]
@@ -67,7 +67,7 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], Sa
 
 
 def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndarray:
-    """The log-probs of `token_ids`: float32 [len(token_ids) - 1]."""
+    """Return the log-probs of `token_ids`: float32 [len(token_ids) - 1]."""
     engine.add(ScoreRequest("score", token_ids, Distribution(**distribution)))
     [output] = drain(engine)
     assert isinstance(output, ScoreOutput)
@@ -75,13 +75,13 @@ def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndar
 
 
 def bits(output: SampleOutput) -> tuple[tuple[int, ...], bytes]:
-    """What must be equal: the tokens and the bits of the log-probs."""
+    """Return the parts of a sample that must be equal: its tokens and the bytes of its log-probs."""
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
     return tuple(output.token_ids), output.logprobs.tobytes()
 
 
 def top_bits(output: SampleOutput | ScoreOutput, start: int = 0) -> tuple[bytes, bytes, bytes]:
-    """The bits of what `top_logprobs` recorded, from entry `start` on."""
+    """Return the bytes of the columns that `top_logprobs` recorded, from entry `start` on."""
     columns = output.entropy, output.top_token_ids, output.top_logprobs
     assert [column.dtype for column in columns if column is not None] == [np.float32, np.int32, np.float32]
     entropy, token_ids, logprobs = (column[start:].tobytes() for column in columns if column is not None)

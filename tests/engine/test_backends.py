@@ -1,4 +1,4 @@
-"""Which backend an engine runs on, and what it says if that is not the fastest one."""
+"""Backend selection: which backend an engine uses, and its note if that is not the fastest one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_auto_takes_the_native_kernels(tiny_model: Path, native_library: Library
     assert engine.info.isa == native_library.instruction_set()
 
 
-def test_a_backend_that_is_asked_for_is_used(tiny_llama: Path, backend: str) -> None:
+def test_a_requested_backend_is_used(tiny_llama: Path, backend: str) -> None:
     assert chosen(make_engine(tiny_llama, backend=backend)) == (backend, "")
 
 
@@ -65,7 +65,7 @@ def test_without_the_library_cpu_is_refused(tiny_llama: Path, no_library: None) 
         (dict(head_dim=528), "float32", "expect a head size that is a multiple of 16 up to 512, found 528"),
     ],
 )
-def test_what_the_native_kernels_do_not_serve(
+def test_a_model_that_the_native_kernels_do_not_serve_is_refused(
     tmp_path: Path, overrides: dict[str, Any], dtype: str, reason: str
 ) -> None:
     model = make_tiny_model("llama", tmp_path, **overrides)
@@ -76,7 +76,9 @@ def test_what_the_native_kernels_do_not_serve(
 
 
 @pytest.mark.parametrize(("sizes", "found"), [(dict(hidden_size=72), 72), (dict(moe_intermediate_size=24), 24)])
-def test_experts_that_the_native_kernels_do_not_serve(tmp_path: Path, sizes: dict[str, Any], found: int) -> None:
+def test_experts_that_the_native_kernels_do_not_serve_are_refused(
+    tmp_path: Path, sizes: dict[str, Any], found: int
+) -> None:
     model = make_tiny_model("qwen3_moe", tmp_path, **sizes)
     reason = f"experts of intermediate and hidden sizes that are multiples of 16, found {found}; use the backend refer"
     engine = make_engine(model)

@@ -1,4 +1,4 @@
-"""Columns: one table by which all parts cut, join and make what is recorded of tokens."""
+"""Columns: all code that cuts, joins or creates the recorded values of tokens uses one table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trueroll.engine.request import (
 
 
 @pytest.mark.parametrize("kind", [SampleOutput, SampleDelta, ScoreOutput])
-def test_each_column_is_a_field_of_what_an_engine_gives(kind: type) -> None:
+def test_each_column_is_a_field_of_the_outputs(kind: type) -> None:
     assert {column.name for column in COLUMNS} <= {field.name for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_what_grows_token_by_token_is_cut_and_joined_to_the_bit(k: int) -> None:
+def test_growing_columns_are_cut_and_joined_to_the_bit(k: int) -> None:
     growing, rng = GrowingColumns(TOPS, k), np.random.default_rng(0)
     rows = [tuple(rng.bytes(column.num_bytes(k)) for column in TOPS) for _ in range(5)]
     for row in rows:
@@ -43,7 +43,7 @@ def test_what_grows_token_by_token_is_cut_and_joined_to_the_bit(k: int) -> None:
 
 
 @pytest.mark.parametrize(("logprobs", "k"), [(None, None), ("raw", None), ("raw", 0), ("processed", 4)])
-def test_an_empty_sample_has_what_was_asked_for(logprobs: str | None, k: int | None) -> None:
+def test_an_empty_sample_has_the_requested_columns(logprobs: str | None, k: int | None) -> None:
     params = SamplingParams.model_validate(dict(logprobs=logprobs, top_logprobs=k))
     found = columns_of(SampleOutput.empty("r", 2, 7, params))
     assert found.keys() == new_columns(logprobs is not None, k).keys()

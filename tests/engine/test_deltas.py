@@ -1,4 +1,4 @@
-"""What a streamed sample has got so far: its deltas are how its output begins, to the bit, whatever happens to it."""
+"""Deltas of streamed samples: concatenated, they are a prefix of the sample's output, to the bit, in every case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[str, int]
 
 
 class Reader:
-    """Drives an engine and keeps what deltas told of each sample."""
+    """Drives an engine and collects the deltas of each sample."""
 
     def __init__(self, engine: Engine, requests: Iterable[Request] = ()) -> None:
         self.engine = engine
@@ -43,7 +43,7 @@ class Reader:
             self.samples[output.request_id, output.index] = output
         for delta in self.engine.take_deltas():
             key = delta.request_id, delta.index
-            assert key not in self.samples, "what has finished does not grow"
+            assert key not in self.samples, "no deltas after the output"
             assert delta.start == self.num_told(key) and delta.token_ids
             self.told[key].append(delta)
 
@@ -57,7 +57,7 @@ class Reader:
         return self
 
     def check(self) -> None:
-        """Every delta has the bits of its place in the finished sample."""
+        """Check that every delta equals its part of the finished sample, to the bit."""
         for key, deltas in self.told.items():
             sample = self.samples[key]
             for delta in deltas:
@@ -70,7 +70,7 @@ def part(of: SampleDelta | SampleOutput, start: int, end: int | None) -> list[An
     return [of.token_ids[start:end], *found]
 
 
-def test_deltas_tell_of_every_token_but_the_last(tiny_model: Path) -> None:
+def test_deltas_report_every_token_but_the_last(tiny_model: Path) -> None:
     requests = [
         generate("group", tokens(20), n=3, max_tokens=9),
         generate("recorded", tokens(33, seed=1), top_logprobs=3),
@@ -90,14 +90,14 @@ def test_deltas_tell_of_every_token_but_the_last(tiny_model: Path) -> None:
     }
 
 
-def test_a_request_that_is_not_streamed_has_none(tiny_llama: Path) -> None:
+def test_a_request_that_is_not_streamed_has_no_deltas(tiny_llama: Path) -> None:
     reader = Reader(make_engine(tiny_llama), [generate("streamed", tokens(20))])
     reader.engine.add(generate("not", tokens(21)))
     reader.drain().check()
     assert reader.told.keys() == {("streamed", 0)} and reader.samples.keys() == {("streamed", 0), ("not", 0)}
 
 
-def test_what_is_streamed_late_is_told_from_the_beginning_once(tiny_llama: Path) -> None:
+def test_a_sample_streamed_late_reports_its_first_tokens_once(tiny_llama: Path) -> None:
     reader = Reader(make_engine(tiny_llama))
     reader.engine.add(generate("r", tokens(20), n=2, max_tokens=9))
     while not any(isinstance(each, OpenSample) and each.token_ids for each in reader.engine._ledger._sequences):
@@ -115,7 +115,7 @@ def test_what_is_streamed_late_is_told_from_the_beginning_once(tiny_llama: Path)
     reader.drain().check()
 
 
-def test_deltas_that_are_not_taken_grow(tiny_llama: Path) -> None:
+def test_deltas_grow_until_they_are_taken(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     reader = Reader(engine, [generate("r", tokens(20), max_tokens=9)])
     for _ in range(5):
@@ -139,7 +139,7 @@ def test_the_token_that_ends_a_sample_is_in_its_output_alone(tiny_llama: Path, b
     assert reader.num_told(("r", 0)) == len(sample.token_ids) - 1 > 0
 
 
-def test_preempted_samples_tell_of_each_token_once(tiny_llama: Path) -> None:
+def test_preempted_samples_report_each_token_once(tiny_llama: Path) -> None:
     requests = [generate(str(i), tokens(30 + i, seed=i), n=3, max_tokens=30, top_logprobs=2) for i in range(6)]
     expected = run(make_engine(tiny_llama), requests)
     reader = Reader(make_engine(tiny_llama, num_blocks=24, block_size=8), requests).drain()
@@ -161,7 +161,7 @@ def test_an_abort_ends_the_deltas(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "abort"])
-def test_weights_that_change_in_between(tiny_llama: Path, tmp_path: Path, in_flight: Any) -> None:
+def test_deltas_across_a_commit_of_weights(tiny_llama: Path, tmp_path: Path, in_flight: Any) -> None:
     newer = another_version(tiny_llama, tmp_path / "newer")
     reader = Reader(make_engine(tiny_llama), [generate("r", tokens(20), n=2, max_tokens=12)])
     while reader.num_told(("r", 1)) < 4:
@@ -177,5 +177,5 @@ def test_only_a_running_generation_can_be_streamed(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(ScoreRequest("score", np.arange(3, 9, dtype=np.int32)))
     for name in ("score", "nobody"):
-        with pytest.raises(UnknownRequestError, match=f"running request for samples, found none of '{name}'"):
+        with pytest.raises(UnknownRequestError, match=f"no running request '{name}' with samples"):
             engine.stream(name)

@@ -1,4 +1,4 @@
-"""Sampling parameters: which values are taken, and as what."""
+"""Sampling parameters: accepted values and their conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = ["temperature", "top_p", "min_p"]
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint8, np.uint64])
-def test_integers_of_numpy_are_those_of_python(kind: Any) -> None:
+def test_numpy_integers_become_python_integers(kind: Any) -> None:
     for name in INTEGERS:
         found = getattr(SamplingParams(**{name: kind(5)}), name)
         assert found == 5 and type(found) is int, name
@@ -26,13 +26,13 @@ def test_integers_of_numpy_are_those_of_python(kind: Any) -> None:
     assert derive_seed(kind(5), kind(6)) == derive_seed(5, 6)
 
 
-def test_a_seed_of_numpy_may_have_64_bits() -> None:
+def test_a_numpy_seed_may_have_64_bits() -> None:
     assert SamplingParams(seed=np.uint64(2**64 - 1)).seed == 2**64 - 1  # type: ignore[arg-type]
     assert derive_seed(np.uint64(2**64 - 1), np.int64(3)) == derive_seed(2**64 - 1, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
-def test_numbers_of_numpy_are_taken_for_floats(kind: Any) -> None:
+def test_numpy_numbers_are_accepted_as_floats(kind: Any) -> None:
     for name in FLOATS:
         found = getattr(SamplingParams(**{name: kind(1)}), name)
         assert found == 1.0 and type(found) is float, name
@@ -49,7 +49,7 @@ def test_a_boolean_is_no_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [2.0, np.float32(2.0), "2", np.str_("2")])
-def test_only_integers_are_taken_for_integers(value: Any) -> None:
+def test_only_integers_are_accepted_as_integers(value: Any) -> None:
     for name in INTEGERS:
         with pytest.raises(InvalidRequestError, check=about(name)):
             SamplingParams(**{name: value})
@@ -57,6 +57,6 @@ def test_only_integers_are_taken_for_integers(value: Any) -> None:
         SamplingParams(stop_token_ids=[value])  # type: ignore[arg-type]
 
 
-def test_a_number_of_numpy_out_of_its_range_is_named() -> None:
+def test_a_numpy_number_out_of_range_is_named() -> None:
     with pytest.raises(InvalidRequestError, check=about("n", value=0, limit=1)):
         SamplingParams(n=np.int64(0))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Routed experts as a record: the same bits by whatever way a token was computed, and what the record costs."""
+"""Recorded routed experts: the same bits however a token is computed, and the cost of the record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trueroll.kernels.contract import AttentionBatch, Pages
 
 from .drive import bits, drain, generate, make_engine, run, samples_of, tokens
 
-# Every test of a worker on a CPU has an engine in step.
+# The tests of workers on a CPU cover engines that finish each step before the next.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 BLOCK, CHUNK = 4, 16
@@ -47,7 +47,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next_moe", "gpt_oss"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Full attention; recurrent layers; a window."""
+    """A mixture of experts with full attention, with recurrent layers, or with a window."""
     return load(make_tiny_model(request.param, tmp_path_factory.mktemp("routes") / request.param))
 
 
@@ -60,7 +60,7 @@ def whole(prompt: np.ndarray, sample: SampleOutput) -> np.ndarray:
 
 
 class Truth:
-    """What a model chooses for tokens that are computed alone, in one chunk and without a cache."""
+    """The experts that a model chooses for tokens computed alone, in one chunk and without a cache."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._engine = engine_of(loaded, max_num_batched_tokens=1024, enable_prefix_caching=False)
@@ -77,12 +77,12 @@ class Truth:
         assert np.array_equal(sample.routed_experts, self(whole(prompt, sample)))
 
 
-def test_each_token_that_was_fed_has_what_the_model_chose(mixture: LoadedModel) -> None:
+def test_each_fed_token_has_the_experts_that_the_model_chose(mixture: LoadedModel) -> None:
     prompt, spec = tokens(21), mixture.model.spec
     [sample] = run(engine_of(mixture), [asked("r", prompt)]).values()
     found, fed = sample.routed_experts, whole(prompt, sample)[:-1]
     assert found is not None and found.dtype == np.uint8 and found.shape == (21 + 11, len(spec.experts), 3)
-    assert (np.diff(found.astype(int)) > 0).all(), "ascending"
+    assert (np.diff(found.astype(int)) > 0).all(), "ids are in ascending order"
     assert {*found.flat} == {*range(8)}, "premise: each expert is chosen somewhere"
     runner, count = ModelRunner(mixture.model, [1], 64), torch.arange(len(fed))
     pages = Pages(count, AttentionBatch([0, len(fed)], [len(fed)], torch.zeros(1, 1, dtype=torch.int64)))
@@ -92,7 +92,7 @@ def test_each_token_that_was_fed_has_what_the_model_chose(mixture: LoadedModel) 
     assert np.array_equal(found, Truth(mixture)(whole(prompt, sample)))
 
 
-def test_who_does_not_ask_gets_none_and_no_bit_changes(mixture: LoadedModel) -> None:
+def test_without_the_option_no_experts_are_returned_and_no_bit_changes(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(21)
     both = run(engine, [generate("plain", prompt), asked("asked", prompt)])
     assert both["plain", 0].routed_experts is None and both["asked", 0].routed_experts is not None
@@ -101,8 +101,8 @@ def test_who_does_not_ask_gets_none_and_no_bit_changes(mixture: LoadedModel) -> 
     assert again.num_cached_tokens == 20 and again.routed_experts is None
 
 
-def test_a_hit_at_every_border_returns_what_was_computed(loaded: LoadedModel) -> None:
-    """With recurrent layers, that has a checkpoint at each of them."""
+def test_a_prefix_hit_at_every_block_boundary_returns_the_record(loaded: LoadedModel) -> None:
+    """With recurrent layers there is a checkpoint at every block boundary."""
     interval = BLOCK if loaded.model.spec.delta_nets else None
     engine, truth, prompt = engine_of(loaded, state_interval=interval), Truth(loaded), tokens(29)
     for length in range(0, 29, BLOCK):
@@ -114,8 +114,8 @@ def test_a_hit_at_every_border_returns_what_was_computed(loaded: LoadedModel) ->
         truth.check(prompt, sample)
 
 
-def test_alone_chunked_and_in_company(loaded: LoadedModel) -> None:
-    """Beside requests that do not ask, and scores."""
+def test_the_record_is_the_same_alone_chunked_and_batched(loaded: LoadedModel) -> None:
+    """The other requests are scores, and samples without routed experts."""
     truth, prompts = Truth(loaded), [tokens(n, seed=n) for n in (1, 30, 37, 52)]
     engine = engine_of(loaded)
     others = [generate(f"other {i}", tokens(20 + i, seed=90 + i)) for i in range(3)]
@@ -145,25 +145,25 @@ def test_preempted_samples_keep_their_records(loaded: LoadedModel) -> None:
         assert (sample.routed_experts is None) == (int(id) % 2 == 1)
 
 
-def test_entries_without_are_enriched_by_who_computes_them(loaded: LoadedModel) -> None:
+def test_entries_without_a_record_get_one_when_computed_again(loaded: LoadedModel) -> None:
     engine, prompt, truth = engine_of(loaded), tokens(33), Truth(loaded)
     [plain] = run(engine, [generate("plain", prompt)]).values()
     index = {key: [*entry.blocks] for key, entry in engine._scheduler.cache._index.items()}
     assert engine.memory()["routed_experts"] == 0
     [first] = run(engine, [asked("first", prompt)]).values()
     assert first.num_cached_tokens == 0 and engine.stats().shortened_hits >= 32
-    assert engine._scheduler.cache._index.keys() == index.keys(), "the same prefixes"
+    assert engine._scheduler.cache._index.keys() == index.keys(), "the same prefix hits"
     assert engine.memory()["routed_experts"] == len(index) * BLOCK * engine.info.route_bytes
     [second] = run(engine, [asked("second", prompt)]).values()
-    assert second.num_cached_tokens == 32, "the record is there"
+    assert second.num_cached_tokens == 32, "the record exists"
     for sample in (first, second):
         assert bits(sample) == bits(plain)
         truth.check(prompt, sample)
     [plain] = run(engine, [generate("plain", prompt)]).values()
-    assert plain.num_cached_tokens == 32, "and others hit what they hit before"
+    assert plain.num_cached_tokens == 32, "requests without routed experts have the same hits as before"
 
 
-def test_a_prefix_of_which_a_part_has_a_record_is_resumed_there(mixture: LoadedModel) -> None:
+def test_a_prefix_is_resumed_where_its_record_ends(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(33)
     run(engine, [asked("part", prompt[:13], max_tokens=1)])
     run(engine, [generate("all", prompt)])
@@ -172,8 +172,8 @@ def test_a_prefix_of_which_a_part_has_a_record_is_resumed_there(mixture: LoadedM
     Truth(mixture).check(prompt, sample)
 
 
-def test_requests_for_the_same_record_wait_for_one_computation(mixture: LoadedModel) -> None:
-    """Also of what others have in the cache without one."""
+def test_requests_for_one_record_wait_for_one_computation(mixture: LoadedModel) -> None:
+    """They also wait if the prefix is cached without a record."""
     engine, shared = engine_of(mixture), tokens(24)
     run(engine, [generate("plain", shared)])
     before = engine.stats().computed_prompt_tokens
@@ -185,16 +185,16 @@ def test_requests_for_the_same_record_wait_for_one_computation(mixture: LoadedMo
         Truth(mixture).check(prompt, samples[str(i), 0])
 
 
-def test_samples_of_a_group_and_requests_that_join_it(loaded: LoadedModel) -> None:
+def test_a_group_and_requests_that_join_it_share_a_record(loaded: LoadedModel) -> None:
     engine, prompt, truth = engine_of(loaded), tokens(30), Truth(loaded)
     engine.add(asked("group", prompt, n=4))
     engine.step()
     for request in (asked("joins", prompt, seed=9), generate("does not", prompt, seed=9)):
         engine.add(request)
     samples = {(o.request_id, o.index): o for o in drain(engine) if isinstance(o, SampleOutput)}
-    assert samples["joins", 0].num_cached_tokens == 30, "premise: it joined"
+    assert samples["joins", 0].num_cached_tokens == 30, "premise: the request joined"
     assert samples["does not", 0].routed_experts is None
-    assert len({sample.token_ids[0] for sample in samples.values()}) > 1, "premise: they part"
+    assert len({sample.token_ids[0] for sample in samples.values()}) > 1, "premise: the samples diverge"
     for key, sample in samples.items():
         if key[0] != "does not":
             truth.check(prompt, sample)
@@ -210,7 +210,7 @@ def test_the_prompt_of_a_group_is_held_once(mixture: LoadedModel) -> None:
     assert max(held) == width * (40 + 4 * 28) and held[-1] == 0
 
 
-def test_an_aborted_sample_has_what_was_fed(mixture: LoadedModel) -> None:
+def test_an_aborted_sample_has_the_experts_of_the_fed_tokens(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(30)
     engine.add(asked("r", prompt, n=2, max_tokens=50))
     early = samples_of(engine.abort("r", 0))
@@ -223,7 +223,7 @@ def test_an_aborted_sample_has_what_was_fed(mixture: LoadedModel) -> None:
     Truth(mixture).check(prompt, late)
 
 
-def test_what_is_evicted_is_computed_again(loaded: LoadedModel) -> None:
+def test_an_evicted_record_is_computed_again(loaded: LoadedModel) -> None:
     engine, prompt, truth = engine_of(loaded, num_blocks=24, max_num_seqs=1), tokens(40), Truth(loaded)
     run(engine, [asked("first", prompt)])
     for i in range(4):
@@ -235,7 +235,7 @@ def test_what_is_evicted_is_computed_again(loaded: LoadedModel) -> None:
     truth.check(prompt, again)
 
 
-def test_sleep_and_memory(mixture: LoadedModel) -> None:
+def test_a_sleep_drops_the_records_of_the_cache(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(30)
     assert engine.memory()["routed_experts"] == 0
     engine.add(asked("r", prompt, n=2, max_tokens=30))
@@ -254,7 +254,7 @@ def test_sleep_and_memory(mixture: LoadedModel) -> None:
 
 
 def commit_another_router(engine: Engine, version: int) -> None:
-    """Weights whose routers choose others."""
+    """Commit weights with routers that choose other experts."""
     staging, generator = engine.weights.new_staging(False), torch.Generator().manual_seed(version)
     for name, tensor in engine.weights.tensors.items():
         if name.endswith("mlp.gate.weight"):
@@ -263,8 +263,8 @@ def commit_another_router(engine: Engine, version: int) -> None:
     engine.commit_weights(staging, version, "recompute")
 
 
-def test_a_commit_leaves_the_rows_that_tokens_were_drawn_after(tmp_path: Path) -> None:
-    """And what later requests hit is of the new weights alone."""
+def test_a_commit_keeps_the_rows_of_drawn_tokens(tmp_path: Path) -> None:
+    """Later requests hit only rows of the new weights."""
     folder = make_tiny_model("qwen3_moe", tmp_path / "tiny")
     engine, prompt, old = engine_of(load(folder)), tokens(30), Truth(load(folder))
     engine.add(asked("r", prompt, n=2, max_tokens=30))
@@ -293,7 +293,7 @@ def test_a_commit_leaves_the_rows_that_tokens_were_drawn_after(tmp_path: Path) -
     assert sample.num_cached_tokens == 28
 
 
-def test_deltas_leave_the_record_to_the_sample(mixture: LoadedModel) -> None:
+def test_deltas_carry_no_experts(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(20)
     engine.add(asked("r", prompt))
     engine.stream("r")
@@ -318,12 +318,12 @@ def test_more_than_256_experts_take_two_bytes(tmp_path: Path) -> None:
     assert sample.num_cached_tokens == 36
 
 
-def test_a_model_without_experts_refuses_and_goes_on(tiny_llama: Path) -> None:
+def test_a_model_without_experts_refuses_the_option(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, backend="reference")
     engine.add(generate("r", tokens(5)))
     for request in (asked("a", tokens(5)), ScoreRequest("s", tokens(5), return_routed_experts=True)):
         with pytest.raises(
-            InvalidRequestError, match="return_routed_experts: expected False, as no layer of .* experts"
+            InvalidRequestError, match="return_routed_experts is not supported, because .* has no layer with experts"
         ):
             engine.add(request)
     [sample] = drain(engine)
@@ -331,7 +331,7 @@ def test_a_model_without_experts_refuses_and_goes_on(tiny_llama: Path) -> None:
     assert engine.stats().expert_tokens == b"" and engine.info.route_bytes == 0
 
 
-def test_tokens_of_each_expert_are_counted(loaded: LoadedModel) -> None:
+def test_the_tokens_of_each_expert_are_counted(loaded: LoadedModel) -> None:
     engine = engine_of(loaded)
     [sample] = run(engine, [asked("r", tokens(30))]).values()
     run(engine, [generate("plain", tokens(20, seed=1))])
@@ -353,8 +353,8 @@ def dice(request: pytest.FixtureRequest) -> Iterator[random.Random]:
 
 
 @thinned(lambda dice, steps_ahead, loaded: dice == steps_ahead and loaded != "qwen3_next_moe")
-def test_in_any_order_of_events(loaded: LoadedModel, dice: random.Random) -> None:
-    """Requests that ask and that do not, of a few prompts with common beginnings, in too few blocks."""
+def test_records_stay_right_in_random_orders_of_events(loaded: LoadedModel, dice: random.Random) -> None:
+    """Requests with and without routed experts, for a few prompts with common prefixes, in too few blocks."""
     engine, truth = engine_of(loaded, num_blocks=40), Truth(loaded)
     stem, outputs, prompts = tokens(26), [], {}
     events = 0

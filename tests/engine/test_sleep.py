@@ -1,4 +1,4 @@
-"""Memory that is given back and taken again: nothing of it is lost but what was meant to be, and the bits stay."""
+"""Memory that is released and taken again: only the content that should be lost is lost, and the bits stay the same."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 WAYS = [(level, tags) for level in (1, 2) for tags in (BOTH, BOTH[:1], BOTH[1:])]
 
-# Every test of a worker on a CPU has an engine in step.
+# The tests of workers on a CPU cover engines that finish each step before the next.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 
 @pytest.fixture(params=["host", "device"])
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Memory as on the host, and as on another device."""
+    """The kind of memory: as on the host, or as on another device."""
     if request.param == "device":
         for module in (weights, model_runner):
             monkeypatch.setattr(module, "new_arena", lambda size, device, huge_pages: DeviceArena(size, device))
@@ -44,7 +44,7 @@ def all_bits(engine: Engine) -> tuple[dict, bytes]:
 
 
 def begin(engine: Engine, steps: int = 5) -> None:
-    """Requests under way: samples with tokens, and a prompt and a score that are computed in part."""
+    """Start requests: samples with tokens, and a prompt and a score that are partly computed."""
     engine.add(generate("short", tokens(20), n=3))
     for _ in range(steps):
         assert engine.step() == []
@@ -54,7 +54,7 @@ def begin(engine: Engine, steps: int = 5) -> None:
 
 
 def contents(outputs: list[Output]) -> dict:
-    """The bits of all outputs."""
+    """Return the bits of all outputs."""
     return {
         (o.request_id, getattr(o, "index", None)): (
             tuple(getattr(o, "token_ids", ())),
@@ -82,7 +82,7 @@ def test_weights_that_come_back_elsewhere_give_the_same_bits(tiny_model: Path, b
 
 
 @pytest.mark.parametrize(("level", "tags"), WAYS)
-def test_asleep_nothing_is_held_or_computed_and_awake_all_is_as_before(
+def test_a_sleep_holds_and_computes_nothing_and_waking_restores(
     tiny_llama: Path, backend: str, arena: str, level: int, tags: tuple[Tag, ...]
 ) -> None:
     engine = make_engine(tiny_llama, backend=backend)
@@ -96,23 +96,23 @@ def test_asleep_nothing_is_held_or_computed_and_awake_all_is_as_before(
             "weights": full["weights"] if kept else 0,
             "kv_cache": 0 if "kv_cache" in tags else full["kv_cache"],
         }
-        with pytest.raises(RuntimeError, match=f"found .*{tags[0]}.* asleep"):
+        with pytest.raises(RuntimeError, match=f"{tags[0]}.* is asleep"):
             engine.step()
     for _ in range(2):
         engine.wake_up(tags)
     assert engine.memory() == full
     if level == 2 and "weights" in tags:
-        with pytest.raises(RuntimeError, match="expected whole weights for a step, found none"):
+        with pytest.raises(RuntimeError, match="no complete weights for a step"):
             engine.step()
         engine.commit_weights(stage(engine, read_tensors(tiny_llama)), 1, "recompute")
     hits = engine.stats().prefix_hits
     engine.add(generate("again", tokens(40)))
     drain(engine)
-    assert engine.stats().prefix_hits == hits, "prefixes are forgotten"
+    assert engine.stats().prefix_hits == hits, "cached prefixes are dropped"
     assert all_bits(engine) == old and (not before or addresses(engine) == before)
 
 
-def test_level_two_loses_the_weights(tiny_llama: Path, backend: str, arena: str) -> None:
+def test_a_sleep_of_level_two_loses_the_weights(tiny_llama: Path, backend: str, arena: str) -> None:
     engine = make_engine(tiny_llama, backend=backend)
     assert all(dense(engine, name).any() for name in engine.weights.shapes)
     engine.sleep(2, ["weights"], "recompute")
@@ -125,18 +125,18 @@ def dense(engine: Engine, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_the_deepest_sleep_counts(tiny_llama: Path, arena: str, first: int, second: int) -> None:
+def test_the_deepest_of_two_sleeps_counts(tiny_llama: Path, arena: str, first: int, second: int) -> None:
     engine = make_engine(tiny_llama)
     for level in (first, second):
         engine.sleep(level, ["weights"], "recompute")
     assert engine.memory()["weights"] == 0
     engine.wake_up(["weights"])
     assert not dense(engine, "model.norm.weight").any()
-    with pytest.raises(RuntimeError, match="expected whole weights"):
+    with pytest.raises(RuntimeError, match="no complete weights"):
         engine.step()
 
 
-def test_requests_go_on_after_the_kv_cache_slept(tiny_model: Path, backend: str, arena: str) -> None:
+def test_requests_continue_after_the_kv_cache_slept(tiny_model: Path, backend: str, arena: str) -> None:
     calm, engine = (make_engine(tiny_model, backend=backend, **CHUNKED) for _ in range(2))
     begin(calm)
     begin(engine)
@@ -173,12 +173,12 @@ def test_waking_in_stages_around_a_commit(
         engine.step()
     engine.sleep(2, BOTH, "recompute")
     staging = stage(engine, read_tensors(newer))
-    with pytest.raises(RuntimeError, match="weights that are awake for a commit"):
+    with pytest.raises(RuntimeError, match="cannot commit weights while they are asleep"):
         engine.commit_weights(staging, 3, "recompute")
     engine.wake_up(["weights"])
     assert engine.memory()["kv_cache"] == 0
     missing = stage(engine, {"model.norm.weight": read_tensors(newer)["model.norm.weight"]})
-    with pytest.raises(ValueError, match="expected every parameter"):
+    with pytest.raises(ValueError, match="stage every parameter"):
         engine.commit_weights(missing, 3, "recompute")
     engine.commit_weights(staging, 3, "recompute")
     with pytest.raises(RuntimeError, match="kv_cache.* asleep"):
@@ -195,7 +195,7 @@ def test_abort_and_drain_at_a_sleep(tiny_llama: Path, tags: tuple[Tag, ...]) -> 
     engine = make_engine(tiny_llama, **CHUNKED)
     full = engine.memory()
     begin(engine)
-    with pytest.raises(RuntimeError, match="no unfinished requests after a drain, found 3"):
+    with pytest.raises(RuntimeError, match="unfinished requests after a drain .got 3."):
         engine.sleep(1, tags, "drain")
     assert engine.memory() == full and engine.stats().recomputed == 0
     outputs = engine.sleep(1, tags, "abort")
@@ -212,7 +212,7 @@ def test_abort_and_drain_at_a_sleep(tiny_llama: Path, tags: tuple[Tag, ...]) -> 
     assert engine.sleep(1, tags, "drain") == []
 
 
-def test_requests_come_and_go_while_all_sleeps(tiny_llama: Path) -> None:
+def test_requests_are_added_and_aborted_during_a_sleep(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     expected = all_bits(engine)
     engine.add(generate("goes", tokens(20)))
@@ -241,19 +241,19 @@ def resident() -> int:
 
 
 def fill(engine: Engine) -> None:
-    """Uses all of the KV cache."""
+    """Use the whole KV cache."""
     for caches in executor_of(engine)._runner.memories:
         for cache in caches:
             cache.fill_(1)
 
 
-def test_a_kv_cache_takes_memory_as_it_is_used(large: Path) -> None:
+def test_a_kv_cache_takes_memory_only_as_it_is_used(large: Path) -> None:
     engine = make_engine(large, num_blocks=None, kv_memory=512 * MIB)
     caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     start = resident()
     for cache in caches:
         cache[:: 2 * MIB // cache[0].nbytes] = 1
-    assert sum(cache.any(dim=(1, 2, 3)).sum() for cache in caches) == 256, "far apart"
+    assert sum(cache.any(dim=(1, 2, 3)).sum() for cache in caches) == 256, "one block per huge page is written"
     assert 256 * 4096 <= resident() - start < 64 * MIB
 
 
@@ -264,18 +264,18 @@ def test_resident_memory_goes_back_to_the_system(large: Path, level: int, tags: 
     before = resident()
     fill(engine)
     full = resident()
-    assert full - before > 0.9 * 128 * MIB, "the cache was empty, and is full"
+    assert full - before > 0.9 * 128 * MIB, "the cache was empty and is full now"
     engine.sleep(level, tags, "recompute")
     gone = full - resident()
     expected = 128 * MIB if "kv_cache" in tags else 0
     expected += engine.info.weight_bytes if level == 2 and "weights" in tags else 0
     assert abs(gone - expected) < 0.03 * (128 * MIB + engine.info.weight_bytes)
     engine.wake_up(tags)
-    assert full - resident() >= 0.97 * gone, "waking takes nothing before it is used"
+    assert full - resident() >= 0.97 * gone, "waking up takes no memory before it is used"
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_ten_cycles_grow_nothing(large: Path, level: int) -> None:
+def test_ten_sleeps_do_not_grow_memory(large: Path, level: int) -> None:
     engine, tensors = make_engine(large, num_blocks=None, kv_memory=64 * MIB), read_tensors(large)
     expected = run(engine, [generate("r", tokens(20))])["r", 0]
 
@@ -290,7 +290,7 @@ def test_ten_cycles_grow_nothing(large: Path, level: int) -> None:
         assert bits(run(engine, [generate("r", tokens(20))])["r", 0]) == bits(expected)
         return asleep
 
-    cycle()  # after which everything has been touched once
+    cycle()  # the first cycle touches everything once
     first = cycle()
     assert max(cycle() for _ in range(10)) - first < 4 * MIB
     assert engine.memory() == make_engine(large, num_blocks=None, kv_memory=64 * MIB).memory()

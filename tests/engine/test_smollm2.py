@@ -1,4 +1,4 @@
-"""The engine on a real language model: SmolLM2-135M, float32, against transformers, on each backend."""
+"""The engine with a real language model, SmolLM2-135M in float32, against transformers, on each backend."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ PROMPTS = [
 ]
 NEW = 32
 NEW_ON = {"cpu": NEW, "reference": 8}
-"""Tokens to generate: steps of the reference are slow. The log-probs of all tokens are compared on both."""
+"""Tokens to generate. Steps of the reference are slow; log-probs are compared for all tokens on both backends."""
 
 
 @pytest.fixture(scope="module")
 def sequences(smollm2: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each prompt its ids, the greedy continuation by transformers, and the log-probs of both from one forward."""
+    """Each prompt's ids, its greedy continuation by transformers, and the log-probs of both by one forward pass."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)

@@ -1,5 +1,6 @@
-"""A trainer's aligned model computes the bits of the rollout's log-probs: for samples whose prompts were partly cached
-and that were preempted, whatever the trainer's own batches look like.
+"""A trainer's aligned model computes the bits of the rollout's log-probs, whatever the trainer's own batches look like.
+
+The prompts of the samples were partly cached, and samples were preempted.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ def roll_out(
     routes: bool = False,
     **settings: Any,
 ) -> Rollout:
-    """(prompt, sample) of groups of three. Some prompts were partly cached, and there were preemptions."""
+    """Return (prompt, sample) for groups of three. Some prompts were partly cached, and some samples were preempted."""
     engine = make_engine(model, **settings, num_blocks=5 * len(lengths) + max(lengths) // 8, block_size=8)
     prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
     run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
     params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top, return_routed_experts=routes)
     requests = [generate(str(i), p, **params, max_tokens=20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
     samples = run(engine, requests)
-    assert engine.stats().preemptions > 2, "premise: preempted"
+    assert engine.stats().preemptions > 2, "premise: samples were preempted"
     cached = [(sample.num_cached_tokens, len(prompts[int(id)])) for (id, _), sample in samples.items()]
-    assert any(0 < hit < length for hit, length in cached), "premise: prompts partly from the cache"
+    assert any(0 < hit < length for hit, length in cached), "premise: prompts were partly cached"
     return [(prompts[int(id)], sample) for (id, _), sample in samples.items()]
 
 
@@ -62,7 +63,7 @@ def trainer_model(folder: Path, dtype: str) -> Any:
 
 
 def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[Tensor]:
-    """The log-probs of each sample's tokens, all samples in one row, and so their `routes`."""
+    """Return the log-probs of each sample's tokens, with all samples and their `routes` packed in one row."""
     sequences = [torch.tensor([*prompt, *s.token_ids]).long() for prompt, s in rollout]
     lengths = [len(s) for s in sequences]
     found = token_log_probs(
@@ -73,7 +74,7 @@ def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[T
 
 
 def padded(model: Any, rollout: Rollout) -> list[Tensor]:
-    """The same from a batch as trainers make it: prompts padded on the left, completions on the right."""
+    """Return the same from a usual trainer's batch: prompts padded on the left, completions on the right."""
     left, right = (max(map(len, part)) for part in ([p for p, _ in rollout], [s.token_ids for _, s in rollout]))
     ids, mask = torch.zeros(2, len(rollout), left + right, dtype=torch.int64)
     completion_mask = torch.zeros_like(mask, dtype=torch.bool)
@@ -89,7 +90,7 @@ def padded(model: Any, rollout: Rollout) -> list[Tensor]:
 
 
 def alone(model: Any, rollout: Rollout) -> list[Tensor]:
-    """The same with a call for each sample."""
+    """Return the same from one call per sample."""
     return [packed(model, [one])[0] for one in rollout]
 
 
@@ -97,7 +98,7 @@ BATCHES = (packed, padded, alone)
 
 
 def count_differences(found: list[Tensor], rollout: Rollout) -> int:
-    """How many log-probs differ in any bit."""
+    """Return the number of log-probs that differ in any bit."""
     differences = 0
     for tensor, (_, sample) in zip(found, rollout, strict=True):
         assert sample.logprobs is not None and len(tensor) == len(sample.logprobs) > 0
@@ -143,7 +144,7 @@ def test_a_trainer_computes_the_top_logprobs_of_the_rollout(tiny_llama: Path, dt
                 assert theirs is not None and mine.tobytes() == theirs.tobytes()
 
 
-def test_statistics_have_the_gradient_of_log_probs_if_it_is_asked_for(tiny_llama: Path) -> None:
+def test_statistics_have_the_gradient_of_log_probs_on_request(tiny_llama: Path) -> None:
     model, ids = trainer_model(tiny_llama, "float32"), torch.from_numpy(tokens(9)).view(1, 9)
     align(model)
     weight, found = model.model.layers[0].mlp.up_proj.weight, []
@@ -162,7 +163,7 @@ def test_statistics_have_the_gradient_of_log_probs_if_it_is_asked_for(tiny_llama
         assert not token_statistics(model, ids, top_logprobs=1, gradient=True).logprobs.requires_grad
 
 
-def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:
+def test_statistics_that_are_not_requested_are_empty(tiny_llama: Path) -> None:
     model, ids = trainer_model(tiny_llama, "float32"), torch.from_numpy(tokens(9)).view(1, 9)
     align(model)
     chosen = torch.arange(9)[None] % 3 == 2
@@ -176,13 +177,13 @@ def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:
 
 
 def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """In the interpreter, so with few tokens; with gradients, which are torch's."""
+    """It runs in the interpreter, so with few tokens; gradients are computed by torch."""
     folder = make_tiny_model("qwen3", tmp_path / "tiny", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
     engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)
     prompts = [tokens(3, vocab_size=64), tokens(5, vocab_size=64)]
     requests = [generate(str(i), p, n=2, temperature=TEMPERATURE, max_tokens=3) for i, p in enumerate(prompts)]
     samples = [sample for request in requests for sample in run(engine, [request]).values()]
-    assert samples[2].num_cached_tokens == 2, "premise: a prompt partly from the cache"
+    assert samples[2].num_cached_tokens == 2, "premise: a prompt was partly cached"
     rollout = list(zip((prompts[0], prompts[0], prompts[1], prompts[1]), samples, strict=True))
     model = trainer_model(folder, "bfloat16")
     align(model, "triton")
@@ -219,8 +220,8 @@ def test_a_trainer_computes_the_bits_of_every_instruction_set(
         assert count_differences(packed(model, rollout), rollout) == 0, name
 
 
-def test_masters_under_autocast_compute_what_a_bfloat16_worker_does(tiny_model: Path) -> None:
-    """The masters are no bfloat16 numbers; the worker's weights are these, rounded."""
+def test_master_weights_under_autocast_equal_a_bfloat16_worker(tiny_model: Path) -> None:
+    """The master weights are not bfloat16 numbers. The worker's weights are the master weights, rounded."""
     masters = trainer_model(tiny_model, "float32")
     assert any(not torch.equal(p, p.bfloat16().float()) for p in masters.parameters())
     rollout = roll_out(tiny_model, dtype="bfloat16")
@@ -233,7 +234,7 @@ def test_masters_under_autocast_compute_what_a_bfloat16_worker_does(tiny_model: 
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_float16_checkpoint_is_served_and_trained_as_bfloat16(tmp_path: Path, masters: bool) -> None:
-    """By the native kernels, which do not serve float16. Trainer and worker round the weights alike."""
+    """The native kernels do not serve float16. Trainer and worker round the weights in the same way."""
     folder = make_tiny_model("llama", tmp_path, dtype="float16")
     assert any(not torch.equal(p, p.bfloat16().half()) for p in trainer_model(folder, "float16").parameters())
     engine = make_engine(folder, dtype="bfloat16")
@@ -249,7 +250,7 @@ def computes_alike(model: Any, engine: Engine) -> bool:
     return aligned_with(model)._asdict().items() <= asdict(engine.info).items()
 
 
-def test_a_trainer_can_ask_whether_it_computes_what_a_worker_does(
+def test_a_trainer_can_ask_whether_it_computes_like_a_worker(
     tiny_llama: Path, native_library: Library, backend: str
 ) -> None:
     masters, rounded = trainer_model(tiny_llama, "float32"), trainer_model(tiny_llama, "bfloat16")
@@ -261,12 +262,12 @@ def test_a_trainer_can_ask_whether_it_computes_what_a_worker_does(
         assert computes_alike(masters, served)
     if backend == "cpu":
         native_library.choose("portable")
-        assert not computes_alike(rounded, served), "another instruction set"
+        assert not computes_alike(rounded, served), "the instruction sets differ"
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 def test_the_default_dtype_of_the_process_changes_no_bit(tmp_path: Path, default: torch.dtype) -> None:
-    """A trainer may have set it. Embeddings are scaled by a number that bfloat16 does not have."""
+    """A trainer may have set the default dtype. Embeddings are scaled by a number that bfloat16 cannot represent."""
     folder, ids = make_tiny_model("gemma3", tmp_path, hidden_size=96), tokens(40)
 
     def compute() -> tuple[bytes, bytes]:
@@ -335,8 +336,8 @@ BROKEN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("op", BROKEN)
-def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replacement changes a log-prob by less than 1e-3, and still it shows."""
+def test_an_op_with_different_rounding_is_found(tiny_llama: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replacement changes log-probs by less than 1e-3, and is still found."""
     rollout = roll_out(tiny_llama, backend="cpu")
     model = trainer_model(tiny_llama, "float32")
     align(model, "cpu")
@@ -348,4 +349,6 @@ def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeyp
     monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
-    assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
+    assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), (
+        "the difference is small"
+    )

@@ -1,5 +1,6 @@
-"""Mixtures of experts: a trainer's aligned model computes the bits of the rollout's log-probs and finds its routes; a
-plain one that replays them comes closer to its log-probs.
+"""Mixtures of experts: an aligned trainer computes the bits of the rollout's log-probs, and finds its routes.
+
+A plain model comes closer to the rollout's log-probs if it replays the routes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def sequences(rollout: Rollout) -> list[Tensor]:
 
 
 def recorded(rollout: Rollout) -> Tensor:
-    """The routes of all samples in one row, with one of zeros for the last token of each."""
+    """Return the routes of all samples in one row, with a row of zeros for the last token of each sample."""
     parts = [torch.from_numpy(sample.routed_experts) for _, sample in rollout if sample.routed_experts is not None]
     return torch.cat([torch.cat((part, torch.zeros_like(part[:1]))) for part in parts])
 
@@ -63,14 +64,15 @@ def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(
     lengths = [len(row) for row in rows]
     assert count_differences(packed(model, rollout, routes), rollout) == 0
     found = token_experts(model, torch.cat(rows), lengths=lengths)
-    assert len(found.unique()) == 8, "premise: to all experts"
+    assert len(found.unique()) == 8, "premise: all experts are used"
     for ours, theirs in zip(found.split(lengths), routes.int().split(lengths), strict=True):
         assert ours[:-1].equal(theirs[:-1])
 
 
 def with_near_ties(folder: Path) -> Path:
-    """A mixture whose experts are in pairs, whose scores of any token are nearly equal: one is chosen without the
-    other.
+    """Return a mixture with pairs of experts.
+
+    The experts of a pair have nearly equal scores for any token, so that often one is chosen without the other.
     """
     model = trainer_model(make_tiny_model("qwen3_moe", folder, dtype="bfloat16"), "bfloat16")
     for layer in model.model.layers:
@@ -81,8 +83,10 @@ def with_near_ties(folder: Path) -> Path:
 
 
 def plain_log_probs(model: Any, rollout: Rollout, replay: bool) -> tuple[list[Tensor], Tensor]:
-    """The log-probs of each sample's tokens by a plain model, with the rollout's routes or its own, and the latter:
-    [tokens, layers, top_k] of all samples, without the last token of each.
+    """Return the log-probs of each sample's tokens by a plain model, and its routes.
+
+    `replay`: use the rollout's routes instead of the model's own. Routes: [tokens, layers, top_k] of all samples,
+    without the last token of each sample.
     """
     log_probs, chosen, routes = [], [], recorded(rollout)
     rows = sequences(rollout)
@@ -116,11 +120,11 @@ def test_replaying_routes_lowers_the_mismatch_of_a_plain_trainer(tmp_path: Path)
     lengths = [len(row) for row in sequences(rollout)]
     routes = torch.cat([part[:-1] for part in recorded(rollout).split(lengths)])
     flipped = (chosen != routes).any(-1).float().mean()
-    assert 0.0 < flipped < 0.5, "premise: some routers chose otherwise"
+    assert 0.0 < flipped < 0.5, "premise: some routers chose other experts"
     found, _ = plain_log_probs(model, rollout, replay=True)
     assert largest_gap(found, rollout) < largest_gap(own, rollout) / 4
     align(model, "reference")
-    assert count_differences(packed(model, rollout), rollout) == 0, "an aligned one has no mismatch"
+    assert count_differences(packed(model, rollout), rollout) == 0, "an aligned model has no mismatch"
 
 
 def experts_in_descending_order(
@@ -143,11 +147,13 @@ def test_another_order_of_experts_is_found(mixture_models: dict[str, Path], monk
     monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
-    assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
+    assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), (
+        "the difference is small"
+    )
 
 
 def test_a_trainer_of_a_mixture_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """In the interpreter, so with few tokens; with gradients, which are torch's."""
+    """It runs in the interpreter, so with few tokens; gradients are computed by torch."""
     sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=64, num_experts=4, num_experts_per_tok=2)
     folder = make_tiny_model("qwen3_moe", tmp_path, dtype="bfloat16", **sizes)
     engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)

@@ -1,4 +1,4 @@
-"""Layers with sliding windows: how much they hold, and that giving the rest back changes no bit."""
+"""Layers with sliding windows: how many blocks they hold, and that releasing the others changes no bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def check_against_scores(model: Path, samples: list[SampleOutput], prompt: np.ndarray = PROMPT) -> None:
-    """The log-probs have the bits of a score in one chunk, whose window is all there at once."""
+    """Check that the log-probs have the bits of a score in one chunk, which has the whole window at once."""
     whole = make_engine(model, max_num_batched_tokens=1024, enable_prefix_caching=False)
     for sample in samples:
         expected = score(whole, np.concatenate((prompt, np.array(sample.token_ids, np.int32))))
@@ -33,14 +33,14 @@ def check_against_scores(model: Path, samples: list[SampleOutput], prompt: np.nd
 
 
 def window_tables(engine: Engine) -> list[list[int]]:
-    """The blocks that running sequences hold of each window."""
+    """Return the window's blocks that running sequences hold."""
     cache, running = engine._scheduler.cache, engine._scheduler.running.sequences
     groups = [group for group, window in enumerate(cache.tables.windows) if window is not None]
     return [list(sequence.table.held(group)) for sequence in running for group in groups]
 
 
 def test_a_sequence_holds_a_window_a_chunk_and_a_block(windowed: Path, steps_ahead: int) -> None:
-    """And a chunk more where a step is queued before the one before is done."""
+    """It holds one more chunk if a step is queued before the previous one is done."""
     engine = make_engine(windowed, **SMALL)
     engine.add(generate("long", PROMPT, max_tokens=40))
     held: list[int] = []
@@ -49,12 +49,12 @@ def test_a_sequence_holds_a_window_a_chunk_and_a_block(windowed: Path, steps_ahe
         outputs += engine.step()
         held += [len(blocks) * BLOCK for blocks in window_tables(engine)]
         engine.check_integrity()
-    assert engine.stats().computed_tokens == 8 * WINDOW + 39, "premise: it is longer than 8 windows"
+    assert engine.stats().computed_tokens == 8 * WINDOW + 39, "premise: the sequence is longer than 8 windows"
     assert WINDOW <= max(held) <= WINDOW + (1 + steps_ahead) * CHUNK + BLOCK
     check_against_scores(windowed, outputs)
 
 
-def test_a_hit_reads_the_window_before_it(windowed: Path, steps_ahead: int) -> None:
+def test_a_prefix_hit_reads_the_window_before_it(windowed: Path, steps_ahead: int) -> None:
     engine = make_engine(windowed, **SMALL)
     [first] = run(engine, [generate("first", PROMPT, max_tokens=40)]).values()
     [again] = run(engine, [generate("again", PROMPT, max_tokens=40)]).values()
@@ -62,12 +62,12 @@ def test_a_hit_reads_the_window_before_it(windowed: Path, steps_ahead: int) -> N
     assert bits(first) == bits(again)
     turn = np.concatenate((PROMPT, np.array(first.token_ids, np.int32)))
     [next_turn] = run(engine, [generate("turn", turn, max_tokens=9)]).values()
-    assert next_turn.num_cached_tokens == 288, "all but the last blocks of the first turn"
+    assert next_turn.num_cached_tokens == 288, "all blocks of the first turn but the last are hit"
     check_against_scores(windowed, [next_turn], turn)
 
 
-def test_a_hit_is_shortened_to_where_a_window_is_whole(windowed: Path, steps_ahead: int) -> None:
-    """The window's blocks were handed out for prompts that came since."""
+def test_a_prefix_hit_ends_where_its_window_is_complete(windowed: Path, steps_ahead: int) -> None:
+    """The window's blocks were handed out to later prompts."""
     num_blocks = 64 if windowed.name == "mistral" else 256
     engine, prompt = make_engine(windowed, **SMALL | dict(max_num_seqs=1), num_blocks=num_blocks), PROMPT[:100]
     [first] = run(engine, [generate("first", prompt)]).values()
@@ -81,7 +81,7 @@ def test_a_hit_is_shortened_to_where_a_window_is_whole(windowed: Path, steps_ahe
     assert again.num_cached_tokens == 0
     assert bits(first) == bits(again)
     [third] = run(engine, [generate("third", prompt)]).values()
-    assert third.num_cached_tokens == 96, "what was computed again can be hit again"
+    assert third.num_cached_tokens == 96, "tokens computed again can be hit again"
     check_against_scores(windowed, [again, third], prompt)
 
 
@@ -95,7 +95,7 @@ def test_preempted_samples_keep_their_bits(windowed: Path, steps_ahead: int) -> 
     check_against_scores(windowed, [sample for key, sample in found.items() if key[0] == "3"], tokens(53, seed=3))
 
 
-def test_a_group_that_parts_in_a_block_beyond_the_window(windowed: Path, steps_ahead: int) -> None:
+def test_a_group_forks_in_a_block_beyond_the_window(windowed: Path, steps_ahead: int) -> None:
     engine, prompt = make_engine(windowed, **SMALL), PROMPT[:101]
     samples = [*run(engine, [generate("group", prompt, n=4, max_tokens=40)]).values()]
     assert engine.stats().computed_prompt_tokens == 101, "premise: the prompt was computed once"
@@ -103,7 +103,7 @@ def test_a_group_that_parts_in_a_block_beyond_the_window(windowed: Path, steps_a
     check_against_scores(windowed, samples, prompt)
 
 
-def test_what_is_computed_anew_has_the_same_bits(windowed: Path, steps_ahead: int) -> None:
+def test_tokens_computed_again_have_the_same_bits(windowed: Path, steps_ahead: int) -> None:
     engine = make_engine(windowed, **SMALL)
     engine.add(generate("r", PROMPT[:101], n=2, max_tokens=60))
     outputs: list[Any] = []

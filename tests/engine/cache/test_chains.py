@@ -1,4 +1,4 @@
-"""What identifies a block: its tokens, its salt, and the content that its tokens stand for."""
+"""The identity of a block: its tokens, its salt, and the content for which its tokens stand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 @st.composite
 def changed(draw: st.DrawFn, prompt: Prompt) -> Prompt:
-    """The prompt, or another one that has as much in common with it as chance wants."""
+    """Return the prompt, or another prompt that shares a random amount with it."""
     tokens, salt, spans = prompt
     other_tokens, other_salt, other_spans = draw(prompts())
     kept = draw(st.integers(0, PROMPT_LEN))
@@ -46,7 +46,7 @@ def changed(draw: st.DrawFn, prompt: Prompt) -> Prompt:
 
 
 def found(cache: PrefixCache, prompt: Prompt) -> int:
-    """The blocks of a prompt that the cache finds."""
+    """Return the number of the prompt's blocks that the cache finds."""
     tokens, salt, spans = prompt
     return len(cache.lookup(cache.identity.new_chain(salt, spans), array("i", tokens), len(tokens)))
 
@@ -58,7 +58,7 @@ def publish(cache: PrefixCache, prompt: Prompt) -> None:
 
 
 def shared(first: Prompt, second: Prompt) -> int:
-    """How many of their first blocks have the same tokens, salt and content."""
+    """Return how many of the first blocks have the same tokens, salt and content."""
     count = 0
     if first[1] != second[1]:
         return 0
@@ -71,7 +71,7 @@ def shared(first: Prompt, second: Prompt) -> int:
     return count
 
 
-def test_a_prompt_finds_the_blocks_with_the_same_tokens_salt_and_content_and_no_others() -> None:
+def test_a_prompt_finds_only_blocks_with_equal_tokens_salt_and_content() -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=300, deadline=None, database=None, derandomize=True)
@@ -92,7 +92,7 @@ def test_a_prompt_finds_the_blocks_with_the_same_tokens_salt_and_content_and_no_
     assert min(seen[event] for event in ("content differs", "content is the same", "some blocks")) > 10, seen
 
 
-def test_a_span_that_is_moved_or_cut_within_its_block_is_other_content() -> None:
+def test_a_span_moved_or_cut_within_its_block_is_different_content() -> None:
     tokens = [0] * PROMPT_LEN
     cache = PrefixCache({None: PROMPT_LEN // BLOCK_SIZE}, BLOCK_SIZE)
     publish(cache, (tokens, None, (span(5, 7),)))
@@ -100,7 +100,7 @@ def test_a_span_that_is_moved_or_cut_within_its_block_is_other_content() -> None
     assert counts == {(5, 7): 5, (6, 8): 1, (5, 8): 1, (9, 11): 1}
 
 
-def test_a_salt_passes_for_no_span() -> None:
+def test_a_salt_cannot_imitate_a_span() -> None:
     tokens, spans = [0] * PROMPT_LEN, (span(0, PROMPT_LEN),)
     cache = PrefixCache({None: 2 * PROMPT_LEN // BLOCK_SIZE}, BLOCK_SIZE)
     publish(cache, (tokens, None, spans))
@@ -110,7 +110,7 @@ def test_a_salt_passes_for_no_span() -> None:
     assert found(cache, (tokens, extra.decode(), ())) == 0
 
 
-def test_content_outlasts_forks_and_epochs() -> None:
+def test_forks_and_epochs_keep_the_content() -> None:
     tokens, spans = [0] * PROMPT_LEN, (span(5, 7),)
     cache = PrefixCache({None: PROMPT_LEN // BLOCK_SIZE}, BLOCK_SIZE)
     chain = cache.identity.new_chain("a", spans)

@@ -1,4 +1,4 @@
-"""Memory that one process lends to others: everybody sees the same, nobody can change it, and none of it is left."""
+"""Memory that one process lends to others: all see the same content, none can change it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def borrowed(lent: LentMemory) -> tuple[BorrowedArena, torch.Tensor]:
 
 
 def mapped() -> int:
-    """How many bytes of lent memory this process maps."""
+    """Return the bytes of lent memory that this process maps."""
     ends = re.findall(r"^(\w+)-(\w+) .*memfd:trueroll-weights", Path("/proc/self/maps").read_text(), re.MULTILINE)
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
-def test_what_is_lent_becomes_the_content_of_others_and_outlives_the_lender() -> None:
+def test_lent_memory_becomes_the_content_of_others_and_outlives_the_lender() -> None:
     before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
     lender = LendableArena(SIZE)
     others = [borrowed(lent_by(lender, 7))] + [live(i) for i in (1, 2)]
@@ -69,7 +69,7 @@ def test_what_is_lent_becomes_the_content_of_others_and_outlives_the_lender() ->
     assert mapped() == before and len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_who_writes_gets_pages_of_its_own() -> None:
+def test_a_writer_gets_pages_of_its_own() -> None:
     lender = LendableArena(SIZE)
     lent = lent_by(lender, 7)
     (first, mine), (second, theirs) = live(1), live(2)
@@ -77,11 +77,11 @@ def test_who_writes_gets_pages_of_its_own() -> None:
     second.take(lender)
     mine[5], theirs[-1] = 9, 8
     assert (mine != 7).sum() == (theirs != 7).sum() == 1 and mine[-1] == theirs[5] == 7
-    with pytest.raises(PermissionError):  # of the system, for the seals
+    with pytest.raises(PermissionError):  # raised by the system, because of the seals
         HostArena(SIZE, huge_pages=True).map_file(lent.fd, flags=1)
 
 
-def test_a_lender_that_is_killed_leaves_what_was_borrowed_and_nothing_else() -> None:
+def test_a_killed_lender_leaves_only_the_borrowed_memory() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LENDER.format(size=SIZE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -97,7 +97,7 @@ def test_a_lender_that_is_killed_leaves_what_was_borrowed_and_nothing_else() -> 
     assert (tensor == 7).all() and arena.num_held == SIZE
 
 
-def test_what_is_not_lent_memory_is_refused(tmp_path: Path) -> None:
+def test_memory_that_was_not_lent_is_refused(tmp_path: Path) -> None:
     lender = LendableArena(SIZE)
     with pytest.raises(PermissionError, match="without seals"):
         status = os.fstat(lender._file)
@@ -118,8 +118,8 @@ def test_what_is_not_lent_memory_is_refused(tmp_path: Path) -> None:
     os.close(writing)
 
 
-def test_a_process_that_others_may_not_look_at_lends_nothing() -> None:
-    """As one is whose program has capabilities. Root may look at all."""
+def test_a_process_with_hidden_files_lends_nothing() -> None:
+    """Files of a process with capabilities are hidden from other processes of the same user, except root."""
     code = "import ctypes, os; from trueroll.engine.cache import lending; os.getuid() or os.setuid(65534);"
     code += "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); print(lending.place_to_lend())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
@@ -134,5 +134,5 @@ def test_too_much_memory_to_lend_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0-2,5\n", {0, 1, 2, 5}), ("3\n", {3}), ("\n", set())])
-def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
+def test_a_list_of_cpus_is_parsed(text: str, cpus: set[int]) -> None:
     assert lending._cpus(text) == cpus

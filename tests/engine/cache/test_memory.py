@@ -1,4 +1,4 @@
-"""Arenas: tensors that stay what they are while their memory goes away, comes back, or is exchanged."""
+"""Arenas: tensors that stay valid while their memory is released, restored or exchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(empty: Callable[..., Tensor]) -> list[Tensor]:
 
 
 def filled(make: Callable[[int], Arena], seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Arena, list]:
-    """An arena that just holds random tensors of SHAPES."""
+    """Return an arena with random tensors of SHAPES, and nothing else."""
     arena = make(bytes_needed(build, dtype))
     tensors = build(partial(arena.empty, dtype))
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +110,7 @@ def test_a_packed_weight_follows_its_memory(make: Callable[[int], Arena]) -> Non
     assert torch.equal(weight.to_dense(), 2 * rows) and all(tensor.isnan().all() for tensor in elsewhere)
 
 
-def test_a_device_gives_kept_memory_back_as_well() -> None:
+def test_a_device_releases_kept_memory_too() -> None:
     arena, tensors = filled(KINDS["device"])
     arena.drop(keep=True)
     assert arena.num_held == tensors[0].untyped_storage().nbytes() == 0
@@ -151,7 +151,7 @@ def test_where_pages_cannot_move_they_are_copied(
     arena.take(other)
     assert same(tensors, filled(KINDS["huge pages"], seed=1)[1]) and same(theirs, tensors)
     assert arena.copy_note == (
-        "memory pages are copied, since this system does not move them (mremap: Invalid argument)"
+        "memory pages are copied, because this system cannot move them (mremap: Invalid argument)"
     )
     arena.take(other)
     [line] = caplog.messages

@@ -1,4 +1,4 @@
-"""The prefix cache against a model that knows what every block holds and finds prefixes without hashing."""
+"""The prefix cache against a model that knows the content of every block and finds prefixes without hashes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TOKENS = st.builds(lambda shared, own: [0] * shared + own, st.integers(1, 7), st
 Prefix = tuple[int, ...]
 Key = tuple[str | None, Prefix]
 Content = tuple[int, str | None, Prefix]
-"""What a slot holds: the epoch and the salt it was computed under, and all tokens up to its own."""
+"""The content of a slot: the epoch and the salt under which it was computed, and all tokens up to its own."""
 
 
 @dataclass(eq=False)
 class Node:
-    """The model's published prefix; of each group its last block, until that is handed out."""
+    """A published prefix in the model: for each group its last block, until the block is handed out."""
 
     blocks: list[int | None]
     parent: Node | None
@@ -41,8 +41,10 @@ class Node:
 
 @dataclass(eq=False)
 class Holder:
-    """The model's sequence; `contents` is what the slots of its tokens [0, num_computed) must hold, of each group from
-    the first block on that it has not given back.
+    """A sequence in the model.
+
+    `contents`: for each group, the expected content of the slots of its tokens [0, num_computed), from the first block
+    on that the sequence has not released.
     """
 
     chain: Chain
@@ -58,7 +60,7 @@ class Holder:
 
 @dataclass
 class Model:
-    """Published prefixes by their whole text, of each group free blocks in order of reuse, and who has claimed what."""
+    """Published prefixes by their whole text, the free blocks of each group in order of reuse, and all claims."""
 
     groups: dict[int | None, int]
     index: dict[Key, Node] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Model:
         return found
 
     def find(self, salt: str | None, tokens: array[int], limit: int) -> list[Node]:
-        """The longest prefix whose next token would find all that it attends to."""
+        """Return the longest prefix after which the next token finds all tokens that it attends to."""
         run = self.walk(salt, tokens, limit)
         return run[: max(count for count in range(len(run) + 1) if self.is_whole(run[:count]))]
 
@@ -103,7 +105,7 @@ class Model:
                 del self.claims[key]
 
     def take_over(self, node: Node, own: list[int]) -> None:
-        """Gives a node the blocks that it lacks, and those whose like is free."""
+        """Give a node the blocks that it lacks, and replace its free blocks."""
         for group, free in enumerate(self.free):
             old = node.blocks[group]
             if old in free:
@@ -122,12 +124,12 @@ class Model:
         return taken
 
     def drop_useless(self) -> None:
-        """Forgets nodes that can be found no more."""
+        """Remove nodes that can no longer be found."""
         while lost := [key for key, node in self.index.items() if not self.serves(node)]:
             self.drop(lost[0])
 
     def drop(self, key: Key) -> None:
-        """Forgets a node, if there is one; its blocks are empty, and handed out first."""
+        """Remove a node, if there is one. Its blocks are then empty, and are handed out first."""
         node = self.index.pop(key, None)
         for free, block in zip(self.free, node.blocks if node else [], strict=False):
             if block in free:
@@ -152,12 +154,12 @@ def first_needed(window: int | None, end: int) -> int:
 
 
 def free_blocks(pool: Pool[Entry]) -> list[int]:
-    """In order of reuse."""
+    """Return the free blocks in order of reuse."""
     return pool._empty[::-1] + list(pool._cached)
 
 
 def state_of(cache: PrefixCache) -> tuple[Any, ...]:
-    """Everything a cache knows, as values that later changes do not reach."""
+    """Return the whole state of a cache, as values that later changes do not affect."""
     claims = {key: (id(chain), list(chain.hashes), list(chain.entries)) for key, chain in cache.claims._chains.items()}
     pools = [
         (list(pool._references), free_blocks(pool), dict(pool.published), pool.evictions) for pool in cache.tables.pools
@@ -167,7 +169,7 @@ def state_of(cache: PrefixCache) -> tuple[Any, ...]:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Sequences that come, compute, grow, fork and go in any order, over far too few blocks."""
+    """Sequences that are added, computed, extended, forked and released in any order, over far too few blocks."""
 
     make_cache: type[CountingCache] = CountingCache
     num_blocks: dict[int | None, int] = {None: NUM_BLOCKS}
@@ -193,7 +195,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [(self.cache.identity.epoch, salt, tuple(tokens[: p + 1])) for p in range(start, end)]
 
     def look(self, chain: Chain, salt: str | None, tokens: array[int], limit: int) -> list[Entry]:
-        """Looks a prefix up: nothing changes, what is found is what was asked for, and nothing findable is missed."""
+        """Look up a prefix. Check that nothing changes and that exactly the findable blocks are found."""
         before = state_of(self.cache)
         hits = self.cache.lookup(chain, tokens, limit)
         claim = self.cache.find_claim(chain, len(hits), limit)
@@ -212,7 +214,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             found = self.model.find(salt, tokens, limit)
             assert [hit.blocks for hit in hits] == [node.blocks for node in found]
             self.seen["shortened"] += len(found) < len(self.model.walk(salt, tokens, limit))
-            self.seen["hit of what was given back"] += any(None in node.blocks for node in found)
+            self.seen["hit of a released block"] += any(None in node.blocks for node in found)
             ends = range((len(hits) + 1) * BLOCK_SIZE, limit + 1, BLOCK_SIZE)
             owners = [self.model.claims.get((salt, tuple(tokens[:end])), chain) for end in ends]
             claimed = [key for key, _ in takewhile(lambda pair: pair[1] is not chain, zip(missed, owners, strict=True))]
@@ -230,12 +232,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [block for block in blocks if block is not None]
 
     def allocate(self, hits: list[Entry], num_new: int) -> Table | None:
-        """Allocates: all or nothing, the oldest free blocks first, never a block in use."""
+        """Allocate. Check that all or nothing is allocated, the oldest free blocks first and never a block in use."""
         before = state_of(self.cache)
         needed = [self.needed(hits, group) for group in range(len(self.kv))]
         free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.tables.pools)]
         if num_new > min(map(len, free)):
-            with pytest.raises(RuntimeError, match=f"expected {num_new} free blocks"):
+            with pytest.raises(RuntimeError, match=f"{num_new} free blocks needed"):
                 self.cache.tables.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1
@@ -403,7 +405,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 class CollidingMachine(PrefixCacheMachine):
-    """The same with two hashes in all: what is found is still right, and no block is lost."""
+    """The same with only two different hashes: hits are still right, and no block is lost."""
 
     make_cache = CollidingCache
     hashes_collide = True
@@ -411,7 +413,7 @@ class CollidingMachine(PrefixCacheMachine):
 
 
 class WindowMachine(PrefixCacheMachine):
-    """Layers without a window, and others with one of two."""
+    """Layers without a window, and layers with one of two windows."""
 
     num_blocks = {None: NUM_BLOCKS, 3: 5, 4: 6}
     seen: Counter[str] = Counter()
@@ -425,7 +427,7 @@ class WindowsAloneMachine(PrefixCacheMachine):
 
 
 class CollidingWindowMachine(CollidingMachine):
-    """A window, and two hashes in all."""
+    """Layers with a window, and only two different hashes."""
 
     num_blocks = {None: NUM_BLOCKS, 3: 5}
     seen: Counter[str] = Counter()
@@ -449,8 +451,8 @@ EVENTS = {
     [
         (PrefixCacheMachine, EVENTS | {"wait for several claims"}),
         (CollidingMachine, EVENTS | {"collision refused"}),
-        (WindowMachine, EVENTS | {"gave back", "shortened", "hit of what was given back"}),
-        (WindowsAloneMachine, EVENTS | {"gave back", "shortened", "hit of what was given back"}),
+        (WindowMachine, EVENTS | {"gave back", "shortened", "hit of a released block"}),
+        (WindowsAloneMachine, EVENTS | {"gave back", "shortened", "hit of a released block"}),
         (CollidingWindowMachine, EVENTS | {"gave back", "collision refused"}),
     ],
 )
@@ -462,7 +464,7 @@ def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCache
 
 
 def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> Table:
-    """The blocks of a sequence that came, was computed and is still there."""
+    """Compute and publish the blocks of a sequence that keeps them, and return its table."""
     chain, text = cache.identity.new_chain(salt), array("i", tokens)
     table = cache.tables.allocate([], cache.tables.blocks_for(len(tokens)))
     cache.publish(chain, text, table, len(tokens))
@@ -487,9 +489,9 @@ def test_a_free_block_is_hit_until_it_is_reused() -> None:
     cache.tables.release(table)
     assert cache.tables.pools[0].num_cached == 2
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
-    assert take(cache, 1) == [2]  # never used so far
+    assert take(cache, 1) == [2]  # a block that was never used
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
-    assert take(cache, 1) == blocks_of(table)[1:]  # the end of a prefix goes before its beginning
+    assert take(cache, 1) == blocks_of(table)[1:]  # the end of a prefix is reused before its beginning
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
     assert (sum(pool.evictions for pool in cache.tables.pools), cache.tables.pools[0].num_cached) == (1, 1)
 
@@ -501,13 +503,13 @@ def test_the_least_recently_released_prefix_is_reused_first() -> None:
         cache.tables.release(table)
     hits = cache.lookup(cache.identity.new_chain(None), array("i", [2, 2]), 2)
     table = cache.tables.allocate(hits, 0)
-    assert table.blocks == second.blocks  # a hit is a use: second is now the latest
+    assert table.blocks == second.blocks  # a hit counts as a use: `second` is now the most recent
     cache.tables.release(table)
     assert take(cache, 3) == blocks_of(first) + blocks_of(third) + blocks_of(second)
 
 
-def test_a_block_in_use_takes_the_place_of_a_free_one() -> None:
-    """So that nobody who takes free blocks takes a prefix from the sequence that computes it again."""
+def test_a_block_in_use_replaces_a_free_one() -> None:
+    """A sequence that computes a prefix again can therefore not lose it when free blocks are taken."""
     cache = PrefixCache({None: 4}, BLOCK_SIZE)
     first = publish(cache, [1, 1])
     cache.tables.release(first)
@@ -515,7 +517,7 @@ def test_a_block_in_use_takes_the_place_of_a_free_one() -> None:
     assert blocks_of(first) != blocks_of(second), "premise"
     assert find(cache, [1, 1, 2]) == blocks_of(second)
     third = publish(cache, [1, 1])
-    assert find(cache, [1, 1, 2]) == blocks_of(second), "which is in use as well"
+    assert find(cache, [1, 1, 2]) == blocks_of(second), "the second block is in use as well"
     take(cache, 2)
     assert sum(pool.evictions for pool in cache.tables.pools) == 0 and find(cache, [1, 1, 2]) == blocks_of(second)
     cache.tables.release(third)
@@ -532,7 +534,7 @@ def test_nothing_is_found_before_it_is_published() -> None:
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
 
 
-def test_salts_and_the_lack_of_one_share_nothing() -> None:
+def test_different_salts_and_no_salt_share_nothing() -> None:
     cache = PrefixCache({None: 4}, 2)
     tables = {salt: publish(cache, [1, 2], salt) for salt in (None, "", "a", "salt:")}
     assert {salt: find(cache, [1, 2], salt) for salt in tables} == {
@@ -548,13 +550,13 @@ def test_a_hash_alone_never_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(cache, [1, 2]) == blocks_of(first)
     assert find(cache, [1, 3]) == []  # other tokens
     assert find(cache, [1, 2], "a") == []  # another salt
-    second = publish(cache, [1, 2, 1, 2])  # its second block takes the place of the first
+    second = publish(cache, [1, 2, 1, 2])  # its second block replaces the first one
     assert list(cache.tables.pools[0].published) == blocks_of(second)[1:]
     assert find(cache, [1, 2]) == []  # another parent
     cache.check_integrity([first, second])
 
 
-def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_free_block_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PrefixCache({None: 4}, 2)
     monkeypatch.setattr(cache.identity, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
@@ -566,7 +568,7 @@ def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: 
     assert take(cache, 1) == blocks_of(first) and sum(pool.evictions for pool in cache.tables.pools) == 0
 
 
-def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
+def test_counting_cached_blocks_does_not_visit_them() -> None:
     cache, num_blocks = PrefixCache({None: 20_000}, 2), 20_000
     table = publish(cache, list(range(2 * num_blocks)))
     cache.tables.release(table)
@@ -590,7 +592,7 @@ def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
     cache.check_integrity([table])
 
 
-def test_blocks_without_content_are_handed_out_before_others_that_were_never_used() -> None:
+def test_empty_blocks_are_handed_out_before_unused_ones() -> None:
     cache = PrefixCache({None: 6}, 2)
     tokens = array("i", [1, 2, 3, 4])
     table = cache.tables.allocate([], 2)
@@ -623,14 +625,14 @@ def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> Non
     cache.claims.add(writer)
     first, last = reader.hashes
     assert cache.find_claim(writer, 0, 4) is None
-    assert cache.find_claim(reader, 0, 4) == last  # the one that is published last
+    assert cache.find_claim(reader, 0, 4) == last  # the block that is published last
     assert cache.find_claim(reader, 0, 3) == first
-    assert cache.find_claim(reader, 0, 1) is None  # a block that reaches beyond the limit is of no use
+    assert cache.find_claim(reader, 0, 1) is None  # a block beyond the limit is useless
     cache.publish(writer, tokens, table, 2)
     assert (first in cache.claims, last in cache.claims) == (False, True)
     assert cache.find_claim(reader, 0, 4) is None
     assert cache.find_claim(reader, 1, 4) == last
-    cache.claims.add(reader)  # comes too late, and so has nothing to give up
+    cache.claims.add(reader)  # comes too late, and has therefore no claims to withdraw
     cache.claims.withdraw(reader)
     assert cache.find_claim(reader, 1, 4) == last
     cache.claims.withdraw(writer)
@@ -699,7 +701,7 @@ def _forget_an_entry(cache: PrefixCache, table: Table) -> None:
         _forget_an_entry,
     ],
 )
-def test_the_integrity_check_finds(corrupt: Callable[[PrefixCache, Table], None]) -> None:
+def test_the_integrity_check_finds_a_corruption(corrupt: Callable[[PrefixCache, Table], None]) -> None:
     cache = PrefixCache({None: 4}, 2)
     table = publish(cache, [1, 2, 3, 4])
     cache.check_integrity([table])

@@ -1,4 +1,4 @@
-"""Which entries have the routed experts of their blocks, and what gives way."""
+"""The records of routed experts: which entries have one, and which record is replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def entries(count: int) -> list[Entry]:
     return [Entry(bytes([i]), None, b"", b"", [i]) for i in range(count)]
 
 
-def test_the_one_used_least_recently_gives_way() -> None:
+def test_the_least_recently_used_record_is_replaced() -> None:
     records, found = RouteRecords(3, 2), entries(4)
     for i, entry in enumerate(found[:3]):
         records.attach(entry, bytes([i, i]))
@@ -24,7 +24,7 @@ def test_the_one_used_least_recently_gives_way() -> None:
     records.check_integrity(found)
 
 
-def test_of_a_run_the_last_one_gives_way_first() -> None:
+def test_the_last_record_of_a_prefix_is_replaced_first() -> None:
     records, found = RouteRecords(3, 1), entries(4)
     for entry in found[:3]:
         records.attach(entry, b"x")
@@ -33,7 +33,7 @@ def test_of_a_run_the_last_one_gives_way_first() -> None:
     assert records.recorded(found[:3]) == found[:2]
 
 
-def test_integrity_is_that_of_the_index() -> None:
+def test_records_without_an_index_entry_are_found() -> None:
     records, found = RouteRecords(3, 2), entries(2)
     for entry in found:
         records.attach(entry, b"xx")

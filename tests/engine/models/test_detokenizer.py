@@ -1,4 +1,4 @@
-"""The parts of a text that grows make the text of all tokens, whatever the tokens are."""
+"""The detokenizer: its parts make up the text of all tokens, whatever the tokens are."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PIECES = st.lists(st.sampled_from(SOME_BYTES), min_size=1, max_size=4).map(bytes
 
 
 def parts(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[str]:
-    """What each token completes, and the rest."""
+    """Return the part that each token completes, and the rest."""
     text = Detokenizer(vocabulary.decode, vocabulary.is_silent)
     return [*map(text.add, token_ids), text.rest()]
 
 
 def check(vocabulary: Vocabulary, token_ids: list[int]) -> None:
-    """The parts make the whole, and what is certain is at most three tokens late, silent ones aside."""
+    """Check that the parts make up the whole, and that certain text is at most three non-silent tokens late."""
     assert "".join(parts(vocabulary, token_ids)) == vocabulary.decode(token_ids)
     token_ids = [token_id for token_id in token_ids if not vocabulary.is_silent(token_id)]
     told = parts(vocabulary, token_ids)
@@ -34,7 +34,7 @@ def check(vocabulary: Vocabulary, token_ids: list[int]) -> None:
 
 
 @given(st.data(), st.lists(PIECES | TEXTS.filter(bool).map(str.encode), min_size=1, max_size=12, unique=True))
-def test_parts_of_any_tokens_of_bytes_make_the_text_of_all(data: st.DataObject, pieces: list[bytes]) -> None:
+def test_the_parts_of_any_byte_tokens_make_up_the_text(data: st.DataObject, pieces: list[bytes]) -> None:
     special, unknown = len(pieces), len(pieces) + 1
     token_ids = data.draw(st.lists(st.integers(0, unknown), max_size=40))
     vocabulary = Vocabulary(byte_level_tokenizer(pieces))
@@ -52,7 +52,7 @@ def test_parts_of_any_tokens_of_bytes_make_the_text_of_all(data: st.DataObject, 
     ],
     ids=["a mark before a character", "two characters in turn", "no seam between tokens", "bytes that are none"],
 )
-def test_a_mark_is_told_once(pieces: list[bytes]) -> None:
+def test_a_replacement_mark_is_returned_once(pieces: list[bytes]) -> None:
     words = sorted({*pieces})
     check(Vocabulary(byte_level_tokenizer(words)), [words.index(piece) for piece in pieces])
 
@@ -60,7 +60,7 @@ def test_a_mark_is_told_once(pieces: list[bytes]) -> None:
 @given(TEXTS.filter(lambda text: REPLACEMENT not in text), st.lists(st.integers(0, 2), max_size=80))
 @example(" a", [2, 0, 0, 0, 0])
 def test_special_tokens_change_no_part(text: str, silent: list[int]) -> None:
-    """A byte for each token, and tokens without text anywhere, also before the space that a first token would lose."""
+    """Each token is a byte. Tokens without text lie anywhere, even before the space that a first token would lose."""
     spelled = [["a"] if c == "a" else ["▁"] if c == " " else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
     token_ids = [WORDS.index(word) for words in spelled for word in words]
     vocabulary = Vocabulary(byte_fallback_tokenizer())
@@ -72,7 +72,7 @@ def test_special_tokens_change_no_part(text: str, silent: list[int]) -> None:
     assert [part for part in parts(vocabulary, among) if part] == [part for part in plain if part]
 
 
-def test_what_later_tokens_change_stays() -> None:
+def test_returned_text_stands_even_if_later_tokens_change_it() -> None:
     words = [*(f"<0x{byte:02X}>" for byte in "漢".encode()), "<0xFF>", "a"]
     token_ids = [WORDS.index(word) for word in words]
     vocabulary = Vocabulary(byte_fallback_tokenizer())
@@ -81,7 +81,7 @@ def test_what_later_tokens_change_stays() -> None:
 
 
 @pytest.mark.parametrize("word", ["a", "<special>", "<0xFF>", "<0x80>"])
-def test_a_token_costs_the_same_whatever_came_before(word: str) -> None:
+def test_the_cost_of_a_token_does_not_grow(word: str) -> None:
     counting = Counting(byte_fallback_tokenizer())
     parts(Vocabulary(counting), [WORDS.index(word)] * 1000)  # type: ignore[arg-type]
     assert counting.num_decoded < 10_000

@@ -1,4 +1,4 @@
-"""Models from a configuration alone: the shipped configurations are those of their models, the weights are usable."""
+"""Dummy models: the shipped configurations describe their models, and the random weights are usable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trueroll.kernels.specs import AttentionSpec
 from ..drive import bits, generate, run, tokens
 
 
-# The numbers of parameters are those that their publisher gives.
+# The expected numbers of parameters are published with the models.
 @pytest.mark.parametrize(
     ("name", "architecture", "num_parameters", "heads", "max_position_embeddings"),
     [
@@ -33,7 +33,7 @@ from ..drive import bits, generate, run, tokens
         ("qwen3-0.6b", "Qwen3ForCausalLM", 596_049_920, (16, 8, 128), 40960),
     ],
 )
-def test_shipped_configurations(
+def test_shipped_configurations_describe_their_models(
     name: str, architecture: str, num_parameters: int, heads: tuple[int, int, int], max_position_embeddings: int
 ) -> None:
     folder = find_config(name)
@@ -75,7 +75,7 @@ def test_weights_are_random_and_always_the_same(any_model: Path, backend: str) -
     others = [weight for name, weight in weights.items() if "norm" not in name]
     assert norms and all(norm.eq(0 if "gemma" in any_model.name else 1).all() for norm in norms)
     assert all(0.9 < x.std() * x.shape[1] ** 0.5 < 1.1 for x in others if x.dim() == 2)
-    assert len({x.flatten()[0].item() for x in others}) == len(others), "no two are the same"
+    assert len({x.flatten()[0].item() for x in others}) == len(others), "no two weights are the same"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

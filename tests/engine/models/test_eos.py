@@ -1,4 +1,4 @@
-"""Which tokens end a text: what each file of a model folder adds, and what a tokenizer made to harm cannot do."""
+"""End-of-sequence tokens: the tokens that each file of a model folder adds, and the limits of a hostile tokenizer."""
 
 from __future__ import annotations
 
@@ -90,11 +90,13 @@ def test_the_log_says_which_file_named_which_token(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("files", [{}, dict(config=dict(eos_token_id=None)), dict(generation_config={})])
-def test_a_model_without_any_is_warned_of(tmp_path: Path, files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_an_eos_token_is_warned_of(
+    tmp_path: Path, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     assert found(tmp_path, **files) == ()
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert "samples end at max_tokens, stop_token_ids and stop alone" in record.getMessage()
+    assert "samples end only at max_tokens, stop_token_ids and stop" in record.getMessage()
     assert "set eos_token_id in generation_config.json" in record.getMessage()
 
 
@@ -122,7 +124,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_a_token_that_the_model_cannot_draw_is_left_out_and_warned_of(
+def test_a_token_that_the_model_cannot_draw_is_skipped_with_a_warning(
     tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, message = LEFT_OUT[case]
@@ -135,20 +137,18 @@ def test_a_token_that_the_model_cannot_draw_is_left_out_and_warned_of(
 
 @pytest.mark.parametrize("value", [7, ["</s>"], True, {}, dict(content=7)])
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
-def test_an_eos_token_that_is_no_token_is_refused(tmp_path: Path, file: str, value: object) -> None:
-    with pytest.raises(ModelError, match=f"{file}.json: expected eos_token to be a string or a map with its content"):
+def test_an_invalid_eos_token_is_refused(tmp_path: Path, file: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"{file}.json: eos_token must be a string or a map with its content"):
         found(tmp_path, **{file: dict(eos_token=value)}, tokenizer=TOKENIZER)
 
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
-@pytest.mark.timeout(30)  # whoever opens the FIFO waits for a writer
+@pytest.mark.timeout(30)  # opening the FIFO would wait for a writer
 @pytest.mark.parametrize("file", TOKENIZER_FILES)
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b"[" * 10**5, b"\xff"])
-def test_a_file_of_the_tokenizer_that_cannot_be_read_is_refused(
-    tmp_path: Path, file: str, content: bytes | None
-) -> None:
+def test_an_unreadable_tokenizer_file_is_refused(tmp_path: Path, file: str, content: bytes | None) -> None:
     if file == "tokenizer.json":
         write(tmp_path, dict(tokenizer_config=dict(eos_token="</s>")))
     if content is None:
@@ -176,7 +176,7 @@ def test_the_tokenizer_is_not_read_unless_it_names_a_token(tmp_path: Path) -> No
 
 
 def test_a_turn_ends_where_the_tokenizer_says(tiny_llama: Path, tmp_path: Path) -> None:
-    """As with models whose config.json names the end of a text, and whose tokenizer that of a turn."""
+    """In some models, config.json names the end of a text, and the tokenizer names the end of a turn."""
     free = run(make_engine(tiny_llama), [generate("r", tokens(20))])["r", 0].token_ids
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -192,7 +192,7 @@ def test_a_turn_ends_where_the_tokenizer_says(tiny_llama: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", [True, [2, False], 2.0, [[2]], {"a": 2}, list(range(257)), ["x" * 10**5], "</s>"])
 @pytest.mark.parametrize("file", ["config", "generation_config"])
-def test_a_setting_is_a_token_id_or_a_list_of_few(tmp_path: Path, file: str, value: object) -> None:
+def test_eos_token_id_is_an_id_or_a_short_list(tmp_path: Path, file: str, value: object) -> None:
     message = f"{file}.json: eos_token_id: expected a token id or a list of at most 256"
     with pytest.raises(ModelError, match=message) as caught:
         found(tmp_path, **{file: dict(eos_token_id=value)})
@@ -201,7 +201,7 @@ def test_a_setting_is_a_token_id_or_a_list_of_few(tmp_path: Path, file: str, val
 
 @pytest.mark.parametrize("value", [-1, 512, 2**70, 10**4000, [2, -5]])
 @pytest.mark.parametrize("file", ["config", "generation_config"])
-def test_a_setting_is_in_the_vocabulary(tiny_llama: Path, tmp_path: Path, file: str, value: object) -> None:
+def test_eos_token_id_is_in_the_vocabulary(tiny_llama: Path, tmp_path: Path, file: str, value: object) -> None:
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     raw = json.loads((folder / f"{file}.json").read_text())
     write(folder, {file: raw | dict(eos_token_id=value)})

@@ -1,4 +1,4 @@
-"""Each family against transformers, for every variant it claims to cover; a family made up here is served too."""
+"""Each family against transformers, for every variant that it claims to cover, and a new family made up here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd vocabulary": ("qwen3", dict(vocab_size=515)),
     "tied": ("llama", dict(tie_word_embeddings=True)),
     "heads wider than the model": ("qwen3", dict(head_dim=32)),
-    # Windows of 32 tokens, which is less than the prompt.
+    # Windows of 32 tokens are shorter than the prompt.
     **{family: (family, {}) for family in (*WINDOWED, "ministral", "qwen3_window")},
     "a scaled embedding that is the head too": ("gemma3", dict(tie_word_embeddings=True)),
     "a window of one token": ("mistral", dict(sliding_window=1)),
@@ -88,7 +88,7 @@ CASES += [(name, "cpu") for name in VARIANTS if name != "an odd head size"]
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
-    """And with them the greedy tokens and the scores."""
+    """Greedy tokens and scores must be equal, too."""
     family, overrides = VARIANTS[name]
     check_against_transformers(make_tiny_model(family, tmp_path, **overrides), backend)
 
@@ -106,7 +106,7 @@ def check_against_transformers(folder: Path, backend: str) -> None:
 
 
 def logits(engine: Engine, ids: np.ndarray) -> Tensor:
-    """Of every token of a prompt, in one step."""
+    """Return the logits of every token of a prompt, computed in one step."""
     model = executor_of(engine)._runner.model
     positions = torch.arange(len(ids))
     tables = torch.arange(-(-len(ids) // 16))[None]
@@ -121,7 +121,7 @@ def logits(engine: Engine, ids: np.ndarray) -> Tensor:
 
 
 def gemma2(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    """Gemma 2 without the soft cap of its head: like Gemma 3, with one rotation, soft caps, and no norms of heads."""
+    """Describe Gemma 2 without the soft cap of its head: Gemma 3 with one rotation, soft caps, and no head norms."""
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
         return settings.fill_layer_types(raw, lambda i: i % 2 == 0)
@@ -139,8 +139,8 @@ def gemma2(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     return found.decoder(architecture, layers, [found.rotation()], embed_scale=embed_scale, names=names)
 
 
-def test_a_new_family_is_one_description(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Served, and aligned in a trainer, to the bit."""
+def test_a_new_family_needs_only_a_description(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is served, and aligned in a trainer, to the bit."""
     monkeypatch.setitem(families.families(), "Gemma2ForCausalLM", gemma2)
     config = Gemma2Config(
         **TINY,
@@ -163,7 +163,7 @@ def test_a_new_family_is_one_description(tmp_path: Path, backend: str, monkeypat
 def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the products that lead back, with a norm behind them and without."""
+    """These are the pieces of the products that lead back to the hidden size, with and without a norm after them."""
     folder, ids = make_tiny_model(family, tmp_path), tokens(100)
     whole = score(make_engine(folder, backend="reference"), ids)
     (name,) = read_config(folder)["architectures"]
@@ -182,7 +182,7 @@ def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
 @pytest.mark.parametrize(
     ("dtype", "backend"), [("bfloat16", "reference"), ("bfloat16", "cpu"), ("float16", "reference")]
 )
-def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dtype: str, backend: str) -> None:
+def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, dtype: str, backend: str) -> None:
     folder, ids = make_tiny_model("qwen2", tmp_path), tokens(200)
     exact = score(make_engine(folder, dtype="float32", backend=backend), ids)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -222,7 +222,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(sliding_window=0), "'sliding_window'.* expected at least 1 .* found 0"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
+def test_unsupported_settings_are_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
     config = json.loads((tiny_llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
@@ -248,7 +248,7 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
         (dict(partial_rotary_factor={}), "expected partial_rotary_factor = 1.0 in config.json"),
     ],
 )
-def test_what_windowed_layers_do_not_compute_is_refused(
+def test_unsupported_settings_of_windowed_layers_are_refused(
     windowed_models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     config = json.loads((windowed_models["gemma3"] / "config.json").read_text())
@@ -271,7 +271,9 @@ OLD_FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("name", OLD_FILES)
-def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
+def test_files_of_older_transformers_are_read_as_transformers_reads_them(
+    tmp_path: Path, family: str, name: str
+) -> None:
     architecture = f"{family.capitalize()}ForCausalLM"
     raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=1024, intermediate_size=77)
     raw |= dict(num_hidden_layers=2, num_attention_heads=64, num_labels=3, use_sliding_window=False) | OLD_FILES[name]
@@ -292,7 +294,7 @@ def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, f
 
 LEGACY_TYPES = dict(full_attention=dict(type="linear", factor=8.0), sliding_attention=dict(type="yarn", factor=2.0))
 NEW_ROPES = dict(full_attention=dict(rope_type="linear", factor=8.0), sliding_attention=None)
-# Files as they were published with these models, in short, and some that mix the names of several releases.
+# Short forms of files published with these models, and files that mix the names of several releases.
 OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
     "gemma3": dict(rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(factor=8.0, rope_type="linear")),
     "gemma3 with a pattern": dict(sliding_window_pattern=2, head_dim=32, query_pre_attn_scalar=20, sliding_window=9),
@@ -311,7 +313,7 @@ OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OLD_WINDOWED_FILES)
-def test_windows_and_rotations_of_older_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_windows_and_rotations_of_older_files_equal_transformers(tmp_path: Path, name: str) -> None:
     family = name.split()[0]
     model_type = dict(gemma3="gemma3_text").get(family, family)
     raw = dict(architectures=[f"{family.capitalize()}ForCausalLM"], model_type=model_type, vocab_size=99)
@@ -345,6 +347,6 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()
 
 
 def test_a_model_is_loaded_without_torchs_compiler(tiny_llama: Path) -> None:
-    """transformers' configuration classes would import it: 150 MB in each worker."""
+    """The configuration classes of transformers would import it, which takes 150 MB in each worker."""
     printed = subprocess.run([sys.executable, "-c", LOAD, str(tiny_llama)], check=True, capture_output=True, text=True)
     assert printed.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Folders that are given as models and hold something else, or more: each error says what it is, and the way out."""
+"""Folders given as models that hold something else, or something more: the error says what it is and what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refusal(folder: Path) -> str:
 
 
 class Bomb:
-    """Unpickled, it fails the test."""
+    """Fails the test when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return pytest.fail, ("unpickled",)
@@ -70,12 +70,12 @@ def test_pickled_weights_are_named_and_never_opened(folder: Path, shown: str) ->
     assert CONVERT.format(folder=folder) in message
 
 
-def test_pickled_weights_beside_safetensors_are_left_alone(folder: Path) -> None:
+def test_pickled_weights_beside_safetensors_are_ignored(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     assert load(folder).model.num_bytes > 0
 
 
-def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None:
+def test_an_unsupported_architecture_is_reported_before_pickles(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(architectures=["OPTForCausalLM"])))
@@ -83,7 +83,7 @@ def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gone: expected a file that can be read, found No such file"):
+    with pytest.raises(ModelError, match="gone: cannot be read: No such file"):
         refuse_what_is_no_model(tmp_path / "gone")
 
 
@@ -100,7 +100,7 @@ def make_adapter(folder: Path, settings: object, weights: str = "adapter_model.s
     return folder
 
 
-def test_an_adapter_is_called_one(tmp_path: Path) -> None:
+def test_an_adapter_is_reported_as_an_adapter(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "run", dict(base_model_name_or_path=BASE, peft_type="LORA"))
     message = refusal(folder)
     assert f"expected a model with all its weights, found an adapter of the model '{BASE}'" in message
@@ -113,13 +113,13 @@ def test_an_adapter_need_not_name_its_model(tmp_path: Path, settings: dict[str, 
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
-def test_weights_of_an_adapter_alone_are_called_one(tmp_path: Path, name: str) -> None:
+def test_adapter_weights_alone_are_reported_as_an_adapter(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
     assert "found an adapter of a model that it does not name" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
-def test_an_adapter_beside_a_model_is_not_left_out_in_silence(folder: Path, name: str) -> None:
+def test_an_adapter_beside_a_model_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text(json.dumps(dict(base_model_name_or_path=BASE)))
     message = refusal(folder)
     assert "expected a model or an adapter, found a model and an adapter of " in message
@@ -129,18 +129,18 @@ def test_an_adapter_beside_a_model_is_not_left_out_in_silence(folder: Path, name
     assert load(folder).model.num_bytes > 0
 
 
-@pytest.mark.timeout(30)  # whoever opens the FIFO waits for a writer
+@pytest.mark.timeout(30)  # opening the FIFO would wait for a writer
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 10**5)])
-def test_settings_of_an_adapter_may_be_anything(folder: Path, make: Callable[[Path], object]) -> None:
+def test_unreadable_adapter_settings_are_refused(folder: Path, make: Callable[[Path], object]) -> None:
     make(folder / "adapter_config.json")
     assert "adapter_config.json: expected " in refusal(folder)
 
 
-def test_the_name_of_an_adapters_model_is_cut(tmp_path: Path) -> None:
+def test_a_long_name_of_an_adapters_model_is_cut(tmp_path: Path) -> None:
     refusal(make_adapter(tmp_path / "run", dict(base_model_name_or_path="\x1b[2J" * 10**4)))
 
 
-def test_random_weights_need_no_model_without_adapters(folder: Path) -> None:
+def test_dummy_weights_ignore_adapters(folder: Path) -> None:
     make_adapter(folder, {})
     assert load_dummy(EngineConfig(model=str(folder))).model.num_bytes > 0
 
@@ -159,7 +159,7 @@ def test_a_trainers_folder_lists_its_checkpoints(folder: Path, has_config: bool)
     assert message.endswith(f"give one of them, such as {folder / 'checkpoint-100'}")
 
 
-def test_of_many_checkpoints_the_last_are_listed(folder: Path) -> None:
+def test_only_the_last_of_many_checkpoints_are_listed(folder: Path) -> None:
     (folder / SINGLE).unlink()
     for step in range(12):
         (folder / f"checkpoint-{step}").mkdir()
@@ -167,13 +167,13 @@ def test_of_many_checkpoints_the_last_are_listed(folder: Path) -> None:
     assert "checkpoint-10, checkpoint-11; " in refusal(folder)
 
 
-def test_checkpoints_beside_weights_are_left_alone(folder: Path) -> None:
+def test_checkpoints_beside_weights_are_ignored(folder: Path) -> None:
     (folder / "checkpoint-5").mkdir()
     assert load(folder).model.num_bytes > 0
 
 
 def stored_as(folder: Path, dtype: torch.dtype, but: int = 0) -> None:
-    """Stores the weights in another dtype than config.json says, all `but` some."""
+    """Store the weights, except the first `but` tensors, in another dtype than the one in config.json."""
     tensors = load_file(folder / SINGLE)
     save_file({n: t if i < but else t.to(dtype) for i, (n, t) in enumerate(tensors.items())}, folder / SINGLE)
 
@@ -185,15 +185,15 @@ def stored_as(folder: Path, dtype: torch.dtype, but: int = 0) -> None:
             "float32",
             torch.bfloat16,
             0,
-            "21 of 21 tensors stored in another, bfloat16, which are converted; .* bfloat16",
+            "21 of 21 tensors are stored in bfloat16 and are converted; .* bfloat16",
         ),
-        ("bfloat16", torch.float32, 0, "bfloat16, .* 21 of 21 tensors stored in another, float32, .* --dtype float32"),
-        ("float32", torch.float16, 20, "1 of 21 tensors stored in another, float16,"),
-        (None, torch.bfloat16, 0, "expected tensors of float32, .* bfloat16, which are converted"),
-        ("float32", torch.float64, 0, "float64, which are converted; correct config.json, or set dtype"),
+        ("bfloat16", torch.float32, 0, "bfloat16, .* 21 of 21 tensors are stored in float32 .* --dtype float32"),
+        ("float32", torch.float16, 20, "1 of 21 tensors are stored in float16 and"),
+        (None, torch.bfloat16, 0, "served in float32, .* stored in bfloat16 and are converted"),
+        ("float32", torch.float64, 0, "float64 and are converted; correct config.json, or set dtype"),
     ],
 )
-def test_weights_of_another_dtype_than_the_settings_say_are_warned_of(
+def test_weights_stored_in_another_dtype_are_warned_of(
     folder: Path, says: str | None, stored: torch.dtype, but: int, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = json.loads((folder / "config.json").read_text())
@@ -204,4 +204,6 @@ def test_weights_of_another_dtype_than_the_settings_say_are_warned_of(
     [message] = caplog.messages
     assert re.search(warning, message), message
     caplog.clear()
-    assert load(folder, dtype="float32").dtype_name == "float32" and not caplog.messages, "asked for"
+    assert load(folder, dtype="float32").dtype_name == "float32" and not caplog.messages, (
+        "no warning if the dtype is requested"
+    )

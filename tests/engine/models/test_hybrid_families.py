@@ -1,6 +1,6 @@
-"""Families with gated delta nets: against transformers, from their checkpoints, in chunks, aligned; what is refused.
+"""Families with gated delta nets: against transformers, from checkpoints, in chunks, aligned, and what is refused.
 
-A decoder runs here over memory that the test makes.
+The decoder runs over memory that the test allocates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK, SLOTS = 16, 6
 
 
 class Hybrid:
-    """A decoder with memory for some sequences, of which each has blocks of its own."""
+    """A decoder with memory for some sequences, each with its own blocks."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, backend: str = "reference") -> None:
         spec = describe(read_config(folder))
@@ -52,11 +52,11 @@ class Hybrid:
 
     @cached_property
     def blocks(self) -> int:
-        """Of each sequence."""
+        """The number of blocks of each sequence."""
         return self.model.spec.max_position_embeddings // BLOCK
 
     def memories(self, sequences: int) -> list[Memory]:
-        """In which every place holds NaN."""
+        """Return memories for the sequences, filled with NaN."""
         dtype, found = self.model.dtype, []
         for mixer in (layer.mixer for layer in self.model.spec.layers):
             if isinstance(mixer, AttentionSpec):
@@ -75,7 +75,7 @@ class Hybrid:
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> list[Tensor]:
-        """The logits of chunks (sequence, token ids, position of the first)."""
+        """Return the logits of chunks (sequence, token ids, position of the first token)."""
         lens = [len(ids) for _, ids, _ in chunks]
         positions = torch.cat([start + torch.arange(len(ids)) for _, ids, start in chunks])
         first = torch.tensor([i * self.blocks for i, _, _ in chunks])
@@ -90,11 +90,11 @@ class Hybrid:
         return list(self.model.ops.lm_head(out.hidden, self.model.head).split(lens))
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Of every token of a prompt, in one step."""
+        """Return the logits of every token of a prompt, computed in one step."""
         return self.step(self.memories(1), [(0, ids, 0)], [NO_SLOT], [3])[0]
 
     def log_probs(self, ids: Tensor) -> Tensor:
-        """Of each token but the first, given those before it."""
+        """Return the log-prob of each token but the first, given the tokens before it."""
         return self.model.ops.log_probs(self.logits(ids)[:-1], ids[1:])
 
 
@@ -149,7 +149,7 @@ def check_against_transformers(folder: Path, length: int, auto_model: Any = Auto
 
 
 def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: str) -> None:
-    """Decoded one by one, from states and tails."""
+    """They are decoded one by one, from states and tails."""
     model: Any = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32)
     ids = prompt(50)
     model.generation_config.eos_token_id = None
@@ -165,8 +165,8 @@ def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_company_and_restored_states_change_no_bit(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
-    """One sequence goes on from another's checkpoint, which stays for a third."""
+def test_chunks_batches_and_restored_states_change_no_bit(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
+    """One sequence resumes from another's checkpoint, which is kept for a third sequence."""
     ours, ids, other = Hybrid(hybrid_model, dtype, backend), prompt(60), prompt(45, seed=1)
     expected, expected_other = ours.logits(ids), ours.logits(other)
     memories = ours.memories(3)
@@ -183,7 +183,7 @@ def test_chunks_company_and_restored_states_change_no_bit(hybrid_model: Path, dt
 
 
 def copied_blocks(ours: Hybrid, memories: list[Memory]) -> list[tuple[int, Tensor]]:
-    """Each cache by sequences, [sequences, blocks, ...]."""
+    """Return copies of each cache by sequences, [sequences, blocks, ...]."""
     mixers = [layer.mixer for layer in ours.model.spec.layers]
     return [
         (i, cache.unflatten(0, (-1, ours.blocks)))
@@ -209,7 +209,7 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
 
 
 def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """In the interpreter, so a thin model and few tokens; with gradients, which are torch's."""
+    """It runs in the interpreter, so with a thin model and few tokens; gradients are computed by torch."""
     sizes: dict[str, Any] = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8)
     sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     sizes |= dict(num_hidden_layers=2)
@@ -225,7 +225,7 @@ def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, backend: str) -> None:
+def test_master_weights_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, backend: str) -> None:
     model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(70)
     align(model, backend)
     with torch.autocast("cpu", torch.bfloat16):
@@ -239,7 +239,7 @@ VISION: dict[str, Any] = dict(
 
 
 def with_vision(folder: Path, **outer: Any) -> Path:
-    """A checkpoint of Qwen3.5 with a vision tower and a head that predicts further tokens."""
+    """Write a checkpoint of Qwen3.5 with a vision tower and a head that predicts further tokens."""
     text = TINY | outer | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
     text |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
     config = Qwen3_5Config(text_config=text, vision_config=Qwen3_5VisionConfig(**VISION).to_dict(), **outer)
@@ -250,7 +250,7 @@ def with_vision(folder: Path, **outer: Any) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_text_of_a_checkpoint_with_vision(tmp_path: Path, tied: bool) -> None:
+def test_the_text_model_of_a_checkpoint_with_vision_is_served(tmp_path: Path, tied: bool) -> None:
     folder = with_vision(tmp_path, tie_word_embeddings=tied)
     names = load_file(folder / "model.safetensors").keys()
     assert any(name.startswith("model.visual.") for name in names) and "mtp.fc.weight" in names
@@ -275,7 +275,7 @@ def test_a_model_with_vision_is_not_aligned(tmp_path: Path) -> None:
             call(model)
 
 
-def test_names_of_a_checkpoint_are_those_of_the_decoder_or_of_its_other_parts(tmp_path: Path) -> None:
+def test_unknown_and_duplicate_names_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     folder = with_vision(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in ("model.visionary.weight", "language_model.norm.weight"):
@@ -287,7 +287,7 @@ def test_names_of_a_checkpoint_are_those_of_the_decoder_or_of_its_other_parts(tm
         Hybrid(folder)
 
 
-# Of a published Qwen3-Next and a published Qwen3.5, in short.
+# Short forms of the settings of a published Qwen3-Next and a published Qwen3.5.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(partial_rotary_factor=0.25, rope_theta=1e7, rope_scaling=None, full_attention_interval=4),
     "qwen3_5_text": dict(
@@ -348,7 +348,7 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor = 1.0"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(
+def test_unsupported_settings_are_refused(
     tmp_path: Path, hybrid_models: dict[str, Path], tiny_llama: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
     raw = read_config(tiny_llama if family == "llama" else hybrid_models[family])
@@ -363,7 +363,7 @@ def test_what_it_does_not_compute_is_refused(
         ("kernel_size", 17, "a convolution of up to 17 tokens"),
     ],
 )
-def test_triton_says_what_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
+def test_triton_names_settings_that_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
     spec = describe(read_config(tiny_qwen3_5))
     *_, delta_net, attention = spec.layers
     assert isinstance(delta_net.mixer, DeltaNetSpec)

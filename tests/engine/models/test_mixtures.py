@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path, backend:
 
 
 def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) -> None:
-    """Experts in pairs, whose scores of any token are equal in all but the last digits."""
+    """The experts form pairs with scores that are equal for any token in all but the last digits."""
     folder = make_tiny_model("qwen3_moe", tmp_path)
     tensors = load_file(folder / FILE)
     routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
@@ -85,11 +85,11 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
         patch.setattr(ours.model.ops, "route", seen)
         ours.logits(ids)
     margin = torch.cat(margins)
-    assert margin.median() < 0.01 and margin.min() > 2e-5, "near ties, but none within what rounding changes"
+    assert margin.median() < 0.01 and margin.min() > 2e-5, "near ties, but none as close as rounding errors"
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The stacks of a state dict as transformers saves them."""
+    """Split the stacks of a state dict into one tensor per expert, as transformers saves them."""
     found = dict(tensors)
     for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
         prefix = name.removesuffix("gate_up_proj")
@@ -121,7 +121,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_spellings_of_experts_load_the_same_bits(
+def test_both_forms_of_experts_load_the_same_bits(
     mixture_model: Path, tmp_path: Path, dtype: str, backend: str
 ) -> None:
     own = stacked(mixture_model)
@@ -133,7 +133,7 @@ def test_both_spellings_of_experts_load_the_same_bits(
     assert_equal(expected, {name: own[name].to(getattr(torch, dtype)) for name in expected})
 
 
-def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixture_models: dict[str, Path], tmp_path: Path) -> None:
+def test_each_stack_of_a_checkpoint_may_have_its_own_form(mixture_models: dict[str, Path], tmp_path: Path) -> None:
     folder, index = mixture_models["qwen3_moe"], {}
     own, layer = stacked(folder), "model.layers.1.mlp.experts."
     parts = one_by_one(own)
@@ -182,7 +182,7 @@ def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixture_models: d
     ],
     ids=["missing", "none", "too many", "zeros before", "shape", "twice", "kind"],
 )
-def test_folders_whose_experts_do_not_fit_are_refused(
+def test_experts_that_do_not_fit_the_model_are_refused(
     mixture_models: dict[str, Path], tmp_path: Path, change: Any, message: str
 ) -> None:
     folder = mixture_models["qwen3_moe"]
@@ -196,7 +196,7 @@ def test_folders_whose_experts_do_not_fit_are_refused(
 def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
     mixture_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of 200 million names that the settings ask for none is made."""
+    """The settings ask for 200 million names, of which none is built."""
     raw = read_config(mixture_models["qwen3_moe"]) | dict(num_hidden_layers=1024, num_local_experts=65536)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / FILE).write_bytes((mixture_models["qwen3_moe"] / FILE).read_bytes())
@@ -206,7 +206,7 @@ def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
 
 
 def quantized(folder: Path, other: Path) -> dict[str, Tensor]:
-    """Random blocks and scales in place of the matrices of a gpt-oss checkpoint, whose settings go to `other`."""
+    """Replace the matrices of a gpt-oss checkpoint by random blocks and scales; its settings are copied to `other`."""
     raw = read_config(folder) | {"quantization_config": {"quant_method": "mxfp4"}}
     other.mkdir(exist_ok=True)
     (other / "config.json").write_text(json.dumps(raw))
@@ -220,7 +220,7 @@ def quantized(folder: Path, other: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_checkpoint_in_mxfp4_becomes_what_transformers_makes_of_it(
+def test_an_mxfp4_checkpoint_loads_as_in_transformers(
     mixture_models: dict[str, Path], tmp_path: Path, dtype: str
 ) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -236,7 +236,7 @@ def test_a_checkpoint_in_mxfp4_becomes_what_transformers_makes_of_it(
     assert_equal(dense(tmp_path, dtype=dtype), expected)
 
 
-def test_all_numbers_of_mxfp4_are_those_of_transformers() -> None:
+def test_all_mxfp4_numbers_equal_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
@@ -248,8 +248,8 @@ def test_all_numbers_of_mxfp4_are_those_of_transformers() -> None:
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def test_a_scale_of_mxfp4_that_is_nan_is_refused(mixture_models: dict[str, Path], tmp_path: Path) -> None:
-    """As a power of two the byte 255 would be 2 ** 128, which is infinite in float32."""
+def test_a_nan_scale_of_mxfp4_is_refused(mixture_models: dict[str, Path], tmp_path: Path) -> None:
+    """As a power of two, byte 255 would be 2 ** 128, which is infinite in float32."""
     tensors = quantized(mixture_models["gpt_oss"], tmp_path)
     name = next(name for name in tensors if name.endswith("_scales"))
     tensors[name][1, 2, 0] = 254
@@ -331,14 +331,14 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(
         ("qwen3_5_moe", dict(quantization_config=dict(quant_method="fp8")), "quant_method of none in .* found 'fp8'"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(
+def test_unsupported_settings_are_refused(
     mixture_models: dict[str, Path], family: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         describe(read_config(mixture_models[family]) | change)
 
 
-# Of published checkpoints, in short; what they leave out is what transformers takes for it.
+# Short forms of published settings. Settings that they omit have the defaults of transformers.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(norm_topk_prob=True, rope_theta=1e6, intermediate_size=6144, num_key_value_heads=4),
     "qwen3_next": dict(rope_theta=1e7, partial_rotary_factor=0.25, intermediate_size=5120, mlp_only_layers=[2]),

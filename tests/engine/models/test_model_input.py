@@ -1,4 +1,4 @@
-"""What else than text a model may be given: rows of embeddings, and positions of several axes."""
+"""Model input other than text: rows of embeddings, and positions with several axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AXES = (0, 1, 2, 0, 1, 2, 0, 0)
 
 
 def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = None) -> Tensor:
-    """Hidden states of a prompt of `LEN` tokens, in one step."""
+    """Return the hidden states of a prompt of `LEN` tokens, computed in one step."""
     tables = torch.arange(-(-LEN // 16))[None]
     mixers = [attention_of(layer) for layer in model.spec.layers]
     shapes = [(tables.numel(), 16, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers]
@@ -37,8 +37,8 @@ def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_take_the_place_of_embeddings(tmp_path: Path, dtype: str, backend: str) -> None:
-    """Of a family that scales the embeddings of text, and these alone."""
+def test_rows_replace_embeddings(tmp_path: Path, dtype: str, backend: str) -> None:
+    """The family scales the embeddings of text, but not these rows."""
     model = executor_of(make_engine(make_tiny_model("gemma3", tmp_path), dtype=dtype, backend=backend))._runner.model
     positions, ids = torch.arange(LEN), torch.from_numpy(tokens(LEN)).long()
     plain = forward(model, positions)
@@ -63,7 +63,7 @@ def test_equal_positions_on_all_axes_have_the_bits_of_text(tiny_llama: Path, bac
     assert is_same[:31].all() and not is_same[31:].any()
 
 
-def test_each_pair_turns_by_its_axis(tiny_llama: Path, backend: str) -> None:
+def test_each_pair_rotates_by_its_axis(tiny_llama: Path, backend: str) -> None:
     ops = executor_of(make_engine(tiny_llama, backend=backend))._runner.model.ops
     inv_freq = torch.rand(len(AXES))
     positions = torch.randint(0, 1000, (3, LEN))
@@ -74,8 +74,8 @@ def test_each_pair_turns_by_its_axis(tiny_llama: Path, backend: str) -> None:
             assert all(torch.equal(f[:, pair], e[:, pair]) for f, e in zip(found, expected, strict=True))
 
 
-def test_text_beside_an_image_turns_as_in_transformers(tmp_path: Path, backend: str) -> None:
-    """The text model of Qwen3-VL, whose weights are those of Qwen3, with the positions and embeddings of an image."""
+def test_text_beside_an_image_rotates_as_in_transformers(tmp_path: Path, backend: str) -> None:
+    """The text model of Qwen3-VL has the weights of Qwen3. It gets the positions and embeddings of an image."""
     folder = make_tiny_model("qwen3", tmp_path)
     own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sections = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
@@ -102,4 +102,4 @@ def test_text_beside_an_image_turns_as_in_transformers(tmp_path: Path, backend: 
     found = forward(model, positions, EmbeddedRows(places, rows))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     plain = forward(model, torch.arange(LEN), EmbeddedRows(places, rows))
-    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "premise: the positions count"
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "premise: the positions matter"

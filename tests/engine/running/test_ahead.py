@@ -1,6 +1,6 @@
-"""A step that is queued before the tokens of the one before are seen: when that happens, and what it costs.
+"""Steps that are queued before the tokens of the previous step are seen: when this happens, and what it costs.
 
-The other tests of the engine run both ways as well.
+The other tests of the engine also run both ways.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_in_step(model: Path) -> Engine:
-    """An engine that finishes each step before the next, as on a CPU."""
+    """Return an engine that finishes each step before the next, as on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor_module, "runs_ahead", lambda device: False)
         return make_engine(model)
@@ -42,7 +42,7 @@ def computed_tokens(model: Path, **params: object) -> int:
     return engine.stats().computed_tokens
 
 
-def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_seen(
+def test_a_step_is_queued_before_the_previous_tokens_are_seen(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, events = make_engine(tiny_llama), []
@@ -58,7 +58,7 @@ def test_no_row_is_computed_beyond_max_tokens(tiny_llama: Path) -> None:
     assert computed_tokens(tiny_llama, max_tokens=1) == 20
 
 
-def test_the_row_after_a_stop_token_is_thrown_away(tiny_llama: Path) -> None:
+def test_the_row_after_a_stop_token_is_discarded(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     free = run(engine, [generate("r", tokens(20), max_tokens=8)])["r", 0]
     assert free.logprobs is not None
@@ -68,11 +68,11 @@ def test_the_row_after_a_stop_token_is_thrown_away(tiny_llama: Path) -> None:
     sample = run(engine, [generate("r", tokens(20), max_tokens=8, stop_token_ids=(stop,))])["r", 0]
     assert sample.finish_reason == "stop"
     assert bits(sample) == (tuple(free.token_ids[:5]), free.logprobs[:5].tobytes())
-    assert engine.stats().computed_tokens == 20 + 5, "the row that was thrown away is the fifth"
+    assert engine.stats().computed_tokens == 20 + 5, "the discarded row is the fifth"
     assert engine.stats().blocks_in_use == 0
 
 
-def test_min_tokens_counts_tokens_that_are_not_seen_yet(tiny_llama: Path) -> None:
+def test_min_tokens_counts_unseen_tokens(tiny_llama: Path) -> None:
     free = run(make_engine(tiny_llama), [generate("r", tokens(20), max_tokens=8)])["r", 0]
     for least in range(1, 8):
         stop = int(free.token_ids[least - 1])
@@ -82,7 +82,7 @@ def test_min_tokens_counts_tokens_that_are_not_seen_yet(tiny_llama: Path) -> Non
         assert stop not in found["r", 0].token_ids[:least]
 
 
-def test_settling_gives_what_is_finished_but_not_seen(tiny_llama: Path) -> None:
+def test_settle_returns_outputs_of_the_step_in_flight(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(generate("r", tokens(20), max_tokens=1))
     assert engine.step() == []
@@ -91,7 +91,7 @@ def test_settling_gives_what_is_finished_but_not_seen(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_abort_while_a_step_is_under_way(tiny_llama: Path, steps: int) -> None:
+def test_abort_while_a_step_is_in_flight(tiny_llama: Path, steps: int) -> None:
     engine = make_engine(tiny_llama)
     expected = run(make_engine(tiny_llama), [generate("b", tokens(20, seed=1))])["b", 0]
     engine.add(generate("a", tokens(20), n=2))
@@ -104,7 +104,7 @@ def test_abort_while_a_step_is_under_way(tiny_llama: Path, steps: int) -> None:
     assert isinstance(sample, SampleOutput) and bits(sample) == bits(expected)
 
 
-def test_abort_of_all_leaves_nothing_under_way_that_comes_back(tiny_llama: Path) -> None:
+def test_after_aborting_everything_no_step_in_flight_returns_outputs(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(generate("a", tokens(20)))
     for _ in range(3):
@@ -115,10 +115,10 @@ def test_abort_of_all_leaves_nothing_under_way_that_comes_back(tiny_llama: Path)
     assert bits(samples["a", 0]) == bits(run(make_engine(tiny_llama), [generate("a", tokens(20))])["a", 0])
 
 
-def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
+def test_a_prompt_preempted_before_its_tokens_are_seen_starts_its_group(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt's last chunk is under way when an older request takes its blocks; the samples fork from nothing."""
+    """An older request takes the blocks while the prompt's last chunk is in flight. The samples fork from nothing."""
     fork, tables = Scheduler.fork, []
     monkeypatch.setattr(
         Scheduler, "fork", lambda self, parent, *its: tables.append(parent.table) or fork(self, parent, *its)
@@ -138,8 +138,8 @@ def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, seed: int) -> None:
-    """Requests that come, are aborted, are recomputed and lose their blocks, in a random order."""
+def test_samples_keep_their_bits_in_random_orders_of_events(tiny_llama: Path, seed: int) -> None:
+    """Requests are added, aborted, recomputed and preempted in random order."""
     rng = random.Random(seed)
     requests = [
         generate(

@@ -1,4 +1,4 @@
-"""The face of an executor: whoever gets a model and the steps, and nothing else, computes the same bits."""
+"""The executor protocol: a process that gets only the model and the steps computes the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..drive import generate, tokens
 
 
 def sent(value: Any) -> Any:
-    """A copy by way of bytes, of what a message can hold: raise TypeError for anything else."""
+    """Return a copy of a value that a message can hold, made through bytes. Raise TypeError for any other value."""
     if isinstance(value, np.ndarray):
         return np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(value.shape)
     if isinstance(value, array):
@@ -47,7 +47,7 @@ def sent(value: Any) -> Any:
 
 
 class Both:
-    """A step under way twice. Gives what the follower has computed, which must be what the leader has."""
+    """A step in flight on a leader and on a follower. Returns the follower's results, which must equal the leader's."""
 
     def __init__(self, leader: Computation, follower: Computation) -> None:
         self._leader, self._follower = leader, follower
@@ -66,7 +66,7 @@ def bits(column: np.ndarray) -> bytes:
 
 
 class Leader:
-    """Computes with weights of its own, and lets a follower with others do the same. Counts the steps."""
+    """Computes with its own weights, and lets a follower with other weights compute the same. Counts the steps."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._own = LocalExecutor(config, loaded)
@@ -128,7 +128,7 @@ def requests(has_experts: bool) -> list[Request]:
 
 
 def serve(engine: Engine) -> list[Any]:
-    """Requests with a commit and a sleep midway, and again; everything that was told of them."""
+    """Serve requests with a commit and a sleep midway, twice. Return all outputs."""
     outputs = []
     for round in range(2):
         for request in requests(engine.info.num_experts > 0):
@@ -155,14 +155,14 @@ def comparable(output: Any) -> dict[str, Any]:
 
 @pytest.fixture(params=["qwen3", "qwen3_5", "qwen3_moe"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
-    """A dense model, a hybrid, a mixture, in too few blocks."""
+    """A dense model, a hybrid or a mixture, in too few blocks."""
     folder = make_tiny_model(request.param, tmp_path / request.param)
     return EngineConfig(
         model=str(folder), backend="cpu", block_size=8, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=24
     )
 
 
-def test_a_follower_that_gets_the_steps_alone_computes_the_same(
+def test_a_follower_that_gets_only_the_steps_computes_the_same_bits(
     config: EngineConfig, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = serve(Engine(config))
@@ -178,12 +178,12 @@ def test_a_follower_that_gets_the_steps_alone_computes_the_same(
     assert leaders[0].steps == engine.stats().steps > 20 and engine.stats().preemptions > 0
 
 
-def test_both_have_the_face(config: EngineConfig) -> None:
+def test_leader_and_local_executor_implement_the_protocol(config: EngineConfig) -> None:
     loaded = load_model(config)
     assert isinstance(LocalExecutor(config, loaded), Executor) and isinstance(Leader(config, loaded), Executor)
     assert not isinstance(object(), Executor)
 
 
-def test_what_no_message_holds_is_noticed() -> None:
+def test_a_value_that_no_message_holds_is_detected() -> None:
     with pytest.raises(TypeError, match="found Engine"):
         sent([1, {"engine": Engine.__new__(Engine)}])

@@ -1,7 +1,7 @@
-"""Decode steps from inputs that stay where they are, as CUDA graphs need them: when, which, the sizes, padding, bits.
+"""Decode steps from inputs with fixed addresses, as CUDA graphs need them: which steps, sizes, padding, and bits.
 
-There is no CUDA here: in place of a graph the computation runs again at each replay, from the same inputs into the same
-outputs. That finds what a graph would get wrong, except for kernels that a graph cannot hold; tests/gpu has graphs.
+There is no CUDA here. In place of a graph, each replay runs the computation again, from the same inputs into the same
+outputs. This finds all faults of a graph except kernels that a graph cannot hold; tests/gpu covers those.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Found: TypeAlias = dict[Any, tuple[object, ...]]
 
 
 class Recomputed:
-    """In place of a graph. `log`: "capture" and "replay", in order."""
+    """Stands in for a graph. `log`: "capture" and "replay", in order."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A delta net, with few columns for an interpreter, and an attention."""
+    """A model with a delta net, with few columns for an interpreter, and an attention layer."""
     folder, layers = tmp_path_factory.mktemp("graphs") / "hybrid", ["linear_attention", "full_attention"]
     sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, vocab_size=64)
     sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
@@ -80,7 +80,7 @@ MakeEngine: TypeAlias = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    """Makes engines, whose decode steps are graphs if they are told so."""
+    """Return a function that makes engines, with or without graphs for decode steps."""
     attention = reference.paged_attention
 
     def read_lens(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, *options: Any) -> Tensor:
@@ -104,7 +104,7 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
 
 
 def graphs_of(engine: Engine) -> dict[int, Any]:
-    """The graphs of the engine, by their number of rows."""
+    """Return the graphs of the engine, by their number of rows."""
     graphs = executor_of(engine)._graphs
     assert graphs is not None
     return graphs._graphs
@@ -117,7 +117,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Found:
 
 
 def serve_all(engine: Engine, requests: Sequence[Request]) -> dict[Any, tuple[bytes, bytes]]:
-    """As `serve`, also without log-probs."""
+    """Like `serve`, also for outputs without log-probs."""
     for request in requests:
         engine.add(request)
     outputs = drain(engine)
@@ -138,7 +138,7 @@ def what(output: Output) -> tuple[object, ...]:
 
 
 def mixed_requests() -> list[Request]:
-    """Sampled and greedy, raw and not, with some that no graph draws: filters, banned tokens, `top_logprobs`."""
+    """Sampled and greedy requests, raw or not, and some that no graph draws: filters, bans and `top_logprobs`."""
     return [
         generate("sampled", prompt(3), n=2, max_tokens=4),
         generate("greedy", prompt(4, seed=1), temperature=0.0, max_tokens=8, logprobs="raw"),
@@ -155,7 +155,7 @@ def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: 
     expected = serve(make_engine(False, **settings), mixed_requests())
     assert log == []
     assert serve(make_engine(True, **settings), mixed_requests()) == expected
-    assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
+    assert log.count("replay") > 4, "forward passes, and at least the draws of the longest request"
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -174,12 +174,14 @@ def test_graphs_have_tables_for_each_window(
     window.release(window.take(window.num_blocks)[::-1])
     assert serve(engine, requests) == expected and log.count("replay") > 4
     inputs = graphs_of(engine)[4].inputs
-    assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have other blocks"
-    assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
+    assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have different blocks"
+    assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), (
+        "padding has a block of its own"
+    )
 
 
 def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path) -> None:
-    """Rows of padding are neither recorded nor counted."""
+    """Padding rows are neither recorded nor counted."""
     sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1)
     settings: dict[str, Any] = dict(folder=make_tiny_model("qwen3_moe", tmp_path / "m", **sizes), load=load_dummy)
@@ -199,7 +201,7 @@ def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[st
 def test_graphs_change_no_bit_of_a_mixture(
     make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
 ) -> None:
-    """With sinks, biases behind attention and a window; its padding goes to experts, too."""
+    """The model has sinks, biases after attention and a window. Padding is routed to experts, too."""
     sizes: dict[str, Any] = dict(num_hidden_layers=1, layer_types=["sliding_attention"], vocab_size=64)
     folder = make_tiny_model("gpt_oss", tmp_path / "m", "bfloat16", num_local_experts=4, **sizes)
     settings = dict(model=str(folder), backend=backend, max_num_seqs=3, max_num_batched_tokens=8)
@@ -218,7 +220,7 @@ def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engin
 
 
 def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
-    """The others find room in its memory."""
+    """The other graphs fit into its memory."""
     assert list(graphs_of(make_engine(True, max_num_seqs=3))) == [4, 2, 1]
     assert list(graphs_of(make_engine(True, max_num_seqs=1))) == [1]
 
@@ -226,7 +228,7 @@ def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     "params", [dict(top_p=0.9), dict(min_tokens=4, stop_token_ids=(7, 9)), dict(top_logprobs=2), dict(logprobs=None)]
 )
-def test_the_forward_pass_of_single_decodes_is_replayed_whatever_they_draw(
+def test_the_forward_pass_is_replayed_whatever_is_drawn(
     make_engine: MakeEngine, log: list[str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [generate("r", prompt(7), max_tokens=4, **params), generate("s", prompt(5, seed=1), max_tokens=4)]
@@ -238,15 +240,15 @@ def test_the_forward_pass_of_single_decodes_is_replayed_whatever_they_draw(
     )
     del log[:]
     assert serve_all(engine, requests) == expected
-    assert [len(step.token_ids) for step in computed] == [12], "the prompts alone"
-    assert log.count("replay") == 3 * (2 if "logprobs" in params else 1), "plain draws are replayed as well"
+    assert [len(step.token_ids) for step in computed] == [12], "only the prompts are computed without a graph"
+    assert log.count("replay") == 3 * (2 if "logprobs" in params else 1), "plain draws are replayed, too"
 
 
 @pytest.mark.parametrize(
     "beside", [ScoreRequest("beside", prompt(2, seed=4)), generate("beside", prompt(9, seed=4), max_tokens=3)]
 )
 def test_a_row_with_two_draws_beside_one_with_none(make_engine: MakeEngine, beside: Request) -> None:
-    """A step of two tokens, with two draws: both are after the first token."""
+    """The step has two tokens and two draws, which both follow the first token."""
     settings = dict(max_num_batched_tokens=2, max_num_seqs=2)
     requests = [generate("group", prompt(1), n=2, max_tokens=3), beside]
     expected = serve(make_engine(False, **settings), requests)
@@ -254,7 +256,7 @@ def test_a_row_with_two_draws_beside_one_with_none(make_engine: MakeEngine, besi
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_mixture_of_requests(make_engine: MakeEngine, log: list[str], seed: int) -> None:
+def test_graphs_change_no_bit_of_random_requests(make_engine: MakeEngine, log: list[str], seed: int) -> None:
     rng = random.Random(seed)
     settings = dict(num_blocks=24, max_num_batched_tokens=rng.choice((9, 30)))
 
@@ -279,9 +281,7 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs = graphs_of(engine)[4]
     inputs = graphs.inputs
-    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
-        "premise: three rows of four were filled"
-    )
+    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], "premise: three of four rows are filled"
     caches = [cache for pair in executor_of(engine)._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
@@ -292,8 +292,8 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
         assert torch.equal(cache[:NUM_BLOCKS].view(torch.int16), was.view(torch.int16))
 
 
-def test_rows_of_a_hybrid_go_on_from_their_states(make_engine: MakeEngine, log: list[str], hybrid: Path) -> None:
-    """Samples of one prompt go on from its state, and leave theirs in slots of their own."""
+def test_rows_of_a_hybrid_continue_from_their_states(make_engine: MakeEngine, log: list[str], hybrid: Path) -> None:
+    """Samples of one prompt continue from its state, and write their states to slots of their own."""
     settings = dict(folder=hybrid, num_blocks=24, max_num_batched_tokens=9, state_interval=4)
     requests = [generate(str(i), prompt(3 + 5 * i, seed=i), n=1 + i, max_tokens=3 + 4 * i) for i in range(3)]
     expected = serve(make_engine(False, **settings), requests)
@@ -305,10 +305,10 @@ def test_rows_of_a_hybrid_go_on_from_their_states(make_engine: MakeEngine, log: 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @thinned(lambda steps_ahead, backend: backend == "reference" or steps_ahead)
-def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
+def test_a_hybrid_resumes_from_a_checkpoint_with_the_same_bits(
     make_engine: MakeEngine, log: list[str], hybrid: Path, backend: str
 ) -> None:
-    """One that another prompt left."""
+    """Another prompt left the checkpoint."""
     settings = dict(folder=hybrid, backend=backend, max_num_seqs=1, state_interval=4)
     shared, request = prompt(5), generate("r", np.concatenate((prompt(5), prompt(2, seed=1))), max_tokens=3)
     expected = serve(make_engine(False, **settings), [request])
@@ -325,7 +325,9 @@ def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs, slots = graphs_of(engine)[4], engine.info.num_slots
     states = graphs.inputs.states
-    assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
+    assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], (
+        "premise: three of four rows are filled"
+    )
     (memory, tails), *_ = executor_of(engine)._runner.memories
     assert len(memory) == len(tails) == slots + 1
     before = memory[:slots].clone(), tails[:slots].clone()
@@ -333,14 +335,12 @@ def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None
         states.copy_(states[:, 3:].clone().expand_as(states))
         memory[slots] = torch.nan
         graphs.forward.replay()
-    assert memory[slots].isfinite().all(), "premise: it was written"
+    assert memory[slots].isfinite().all(), "premise: the slot was written"
     for found, was in zip((memory, tails), before, strict=True):
         assert torch.equal(found[:slots].view(torch.int16), was.view(torch.int16))
 
 
-def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(
-    make_engine: MakeEngine, log: list[str]
-) -> None:
+def test_a_sleep_drops_the_graphs_and_waking_up_captures_them(make_engine: MakeEngine, log: list[str]) -> None:
     engine = make_engine(True)
     request = generate("r", prompt(3), n=2, max_tokens=3)
     first = serve(engine, [request])
@@ -357,9 +357,7 @@ def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(
     assert set(log) == {"replay"}
 
 
-def test_a_step_computes_as_many_rows_as_its_graph_has(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_computes_only_the_rows_of_its_graph(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lens = make_engine(True), []
     forward = executor_of(engine)._runner.model.forward
 

@@ -1,4 +1,4 @@
-"""Weights that a family holds in a dtype of their own, and weights that are a part of the checkpoint's tensor."""
+"""Weights that a family holds in their own dtype, and weights that are a part of a checkpoint's tensor."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from ..checkpoints import FILE, another_version, read_tensors, stage, stage_chan
 from ..drive import make_engine, score, tokens
 
 NORMS = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(2)]
-"""What the role below is called."""
+"""The names of the tensors with the role below."""
 HELD = {"mlp_norm.before": WeightSpec(dtype=torch.float32)}
 INNER, START = 48, 16
 
 
 def like_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[DecoderSpec], DecoderSpec]) -> None:
-    """Make Llama a family whose description differs by `change`."""
+    """Make Llama a family with a description that differs by `change`."""
     described: Describe = families.families()["LlamaForCausalLM"]
     monkeypatch.setitem(families.families(), "LlamaForCausalLM", lambda *given: change(described(*given)))
 
 
 @pytest.fixture
 def fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint in bfloat16 of a family that has some norms in float32."""
+    """A bfloat16 checkpoint of a family with some norms in float32."""
     like_llama(monkeypatch, lambda spec: replace(spec, held=HELD))
     folder = make_tiny_model("llama", tmp_path / "fine", dtype="bfloat16")
     return with_fine_norms(folder, read_tensors(folder), seed=0)
 
 
 def with_fine_norms(folder: Path, tensors: dict[str, Tensor], seed: int) -> Path:
-    """Save `tensors` in a folder, with norms in float32 that bfloat16 does not hold."""
+    """Save `tensors` in a folder, with float32 norms that bfloat16 cannot represent."""
     generator = torch.Generator().manual_seed(seed)
     fine = {name: 1.0 + torch.rand(tensors[name].shape, generator=generator) / 100 for name in NORMS}
     assert all(not tensor.bfloat16().float().equal(tensor) for tensor in fine.values())
@@ -75,7 +75,7 @@ def bits(engine: Engine) -> bytes:
 
 
 def serves(engine: Engine, folder: Path) -> bool:
-    """Whether the live weights have the dtypes and bits of a checkpoint."""
+    """Return whether the live weights have the dtypes and bits of a checkpoint."""
     weights = engine.weights
     return all(
         weights.served(name).dtype == tensor.dtype and weights.served(name).equal(tensor)
@@ -94,8 +94,8 @@ def test_a_weight_is_loaded_in_its_own_dtype(fine: Path, caplog: pytest.LogCaptu
     rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(fine).items()}
     before = bits(engine)
     save_file(rounded, fine / FILE, {"format": "pt"})
-    assert bits(make_engine(fine)) != before, "what rounding takes from a weight is seen"
-    assert make_engine(fine, dtype="float32").weights.dtypes == {}, "as the model has that dtype"
+    assert bits(make_engine(fine)) != before, "premise: rounding changes the scores"
+    assert make_engine(fine, dtype="float32").weights.dtypes == {}, "the whole model has that dtype"
 
 
 @pytest.mark.parametrize("way", ["rows", "in place", "elements"])
@@ -104,7 +104,7 @@ def test_a_weight_is_replaced_in_its_own_dtype(fine: Path, newer: Path, way: str
     before, after = read_tensors(fine), read_tensors(newer)
     if way == "elements":
         staging = stage_changes(engine, before, after)
-        with pytest.raises(ValueError, match=r"expected as many int64 indices as torch.float32 values"):
+        with pytest.raises(ValueError, match=r"one int64 index per torch.float32 value"):
             staging.put(NORMS[0], torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bfloat16))
     else:
         staging = stage(engine, after, in_place=way == "in place")
@@ -125,7 +125,7 @@ def test_a_weight_is_lent_in_its_own_dtype(fine: Path, newer: Path) -> None:
     assert serves(borrower, newer) and serves(lender, fine)
 
 
-def test_checksums_and_saved_weights_have_the_own_dtype(fine: Path, tmp_path: Path) -> None:
+def test_checksums_and_saved_weights_keep_the_held_dtype(fine: Path, tmp_path: Path) -> None:
     weights, tensors = make_engine(fine).weights, read_tensors(fine)
     assert served_checksums(weights) == {name: tensor_checksum(each, each.dtype) for name, each in tensors.items()}
     saved = load_file(save_weights(tmp_path, "0" * 32, 1, weights) / FILE)
@@ -142,7 +142,7 @@ def fine_model(folder: Path) -> Any:
     return model
 
 
-def test_an_aligned_model_computes_with_the_own_dtype(fine: Path) -> None:
+def test_an_aligned_model_computes_with_the_held_dtype(fine: Path) -> None:
     model, ids, expected = fine_model(fine), torch.from_numpy(tokens(100))[None], bits(make_engine(fine))
     align(model)
     found = token_log_probs(model, ids)[0, 1:]
@@ -150,11 +150,13 @@ def test_an_aligned_model_computes_with_the_own_dtype(fine: Path) -> None:
     found.sum().backward()
     norm = model.get_submodule(NORMS[0].removesuffix(".weight")).weight
     assert norm.grad is not None and norm.grad.dtype == torch.float32 and norm.grad.abs().sum() > 0
-    assert not norm.grad.bfloat16().float().equal(norm.grad), "it is not rounded on its way"
+    assert not norm.grad.bfloat16().float().equal(norm.grad), "the gradient is not rounded"
     wide = fine_model(fine).float()
     align(wide)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert token_log_probs(wide, ids)[0, 1:].numpy().tobytes() == expected, "as a worker rounds float32 parameters"
+        assert token_log_probs(wide, ids)[0, 1:].numpy().tobytes() == expected, (
+            "a worker rounds float32 parameters in the same way"
+        )
 
 
 def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> None:
@@ -168,7 +170,7 @@ def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> N
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-def test_merged_weights_keep_the_own_dtype(fine: Path, aligned: bool) -> None:
+def test_merged_weights_keep_the_held_dtype(fine: Path, aligned: bool) -> None:
     model = get_peft_model(fine_model(fine), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     if aligned:
         align(model)
@@ -198,7 +200,7 @@ def test_an_adapter_of_a_matrix_is_added_in_its_own_dtype(tiny_llama: Path, monk
 
 
 def half(spec: DecoderSpec) -> DecoderSpec:
-    """The decoder with some of the inner features of its MLPs alone."""
+    """Return the decoder with half of the inner features of its MLPs."""
     total = TINY["intermediate_size"]
     layers = tuple(replace(layer, mlp=MlpSpec(INNER)) for layer in spec.layers)
     rows, columns = WeightSpec(part=Slice(0, START, total)), WeightSpec(part=Slice(1, START, total))
@@ -213,10 +215,10 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_take_their_parts_of_a_checkpoint_and_of_pushes(
+def test_partial_weights_take_their_part_of_checkpoints_and_pushes(
     tiny_llama: Path, tmp_path: Path, backend: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decoder of parts is the decoder whose checkpoint has these alone, before and after pushes of the whole."""
+    """A decoder of parts equals the decoder of a checkpoint with only these parts, before and after whole pushes."""
     newer, cut = another_version(tiny_llama, tmp_path / "newer"), [tmp_path / "cut", tmp_path / "cut_newer"]
     for whole, folder in zip((tiny_llama, newer), cut, strict=True):
         another_version(tiny_llama, folder)

@@ -1,6 +1,6 @@
-"""What sampling parameters mean, row by row within one batch, on every backend.
+"""Sampling parameters, row by row within one batch, on every backend.
 
-The head is the identity, so that a hidden state is its own logits.
+The head is the identity, so that a hidden state equals its logits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def sampler(backend: str) -> Sampler:
 
 
 def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
-    """The log-prob of a token of logits [50] by the sampler's own op, which must be near the true one."""
+    """Return the log-prob of a token by the sampler's own op. It must be close to the true log-prob. logits: [50]."""
     found = sampler.ops.log_probs(logits[None], torch.tensor([token_id])).item()
     assert abs(found - logits.double().log_softmax(0)[token_id].item()) < 1e-6
     return found
 
 
 class One(NamedTuple):
-    """What was drawn by one draw."""
+    """The result of one draw."""
 
     token_id: int
     logprob: float
@@ -86,7 +86,7 @@ MIXED = [
 ]
 
 
-def test_hidden_states_are_their_own_logits(sampler: Sampler) -> None:
+def test_hidden_states_equal_their_logits(sampler: Sampler) -> None:
     assert torch.equal(sampler.ops.lm_head(LOGITS, sampler.head), LOGITS)
 
 
@@ -96,7 +96,7 @@ def test_each_row_has_its_own_parameters(sampler: Sampler) -> None:
     assert together[::-1] == run(sampler, LOGITS, MIXED[::-1])
 
 
-def test_many_rows_give_what_each_gives_alone(sampler: Sampler) -> None:
+def test_many_rows_give_the_results_of_single_rows(sampler: Sampler) -> None:
     assert run(sampler, LOGITS, MIXED * 20) == run(sampler, LOGITS, MIXED) * 20
 
 
@@ -120,7 +120,7 @@ def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution
     assert drawn.logprob == log_prob(sampler, logits[0], 7)
 
 
-def test_logprobs_are_of_the_distribution_that_was_asked_for(sampler: Sampler) -> None:
+def test_logprobs_are_of_the_requested_distribution(sampler: Sampler) -> None:
     for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
         [drawn] = run(sampler, LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)])
         assert drawn.logprob == log_prob(sampler, LOGITS[0] / temperature, drawn.token_id)
@@ -142,7 +142,7 @@ def test_banned_tokens_are_not_drawn(sampler: Sampler) -> None:
     assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
 
 
-def test_logits_without_a_number_are_reported(sampler: Sampler) -> None:
+def test_nan_logits_are_reported(sampler: Sampler) -> None:
     broken = LOGITS.clone()
     broken[1] = torch.nan
     good, bad = run(sampler, broken, [draw(0), draw(1)])
@@ -151,7 +151,7 @@ def test_logits_without_a_number_are_reported(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-30, 1e300])
-def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> None:
+def test_any_temperature_gives_finite_log_probs(sampler: Sampler, temperature: float) -> None:
     for drawn, row in zip(
         run(sampler, LOGITS, [draw(i, temperature=temperature) for i in range(5)]), LOGITS, strict=True
     ):
@@ -163,15 +163,15 @@ def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> 
 
 
 class Whole(array):
-    """Ids that cannot be taken one by one."""
+    """Token ids that must not be iterated over."""
 
     def __iter__(self) -> Never:
-        pytest.fail("each id was taken by itself")
+        pytest.fail("the ids were iterated over")
 
 
-def test_banned_ids_are_taken_as_a_whole(sampler: Sampler) -> None:
+def test_banned_ids_are_not_iterated_over(sampler: Sampler) -> None:
     ids = [1, 2, 3, 30]
-    with pytest.raises(pytest.fail.Exception, match="by itself"):
+    with pytest.raises(pytest.fail.Exception, match="iterated over"):
         list(Whole("q", ids))
     rows = [draw(row, banned=Whole("q", ids), top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
     plain = [draw(row, banned=ids, top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
@@ -181,7 +181,7 @@ def test_banned_ids_are_taken_as_a_whole(sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("filters", [{}, dict(top_k=4), dict(top_p=0.5, min_p=0.01)])
 @pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 0.0, 0.7])
-def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature: float, filters: dict) -> None:
+def test_a_score_uses_temperatures_like_a_draw(sampler: Sampler, temperature: float, filters: dict) -> None:
     mode = "processed" if filters else "temperature"
     drawn = run(sampler, LOGITS, [draw(row, temperature=temperature, logprobs=mode, **filters) for row in range(5)])
     assert all(one.is_finite for one in drawn)
@@ -191,7 +191,7 @@ def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature
     assert torch.equal(scores.view(torch.int32), torch.tensor([one.logprob for one in drawn]).view(torch.int32))
 
 
-def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
+def test_a_score_equals_the_log_probs_of_the_draw(sampler: Sampler) -> None:
     asked: list[dict[str, Any]] = [
         {},
         dict(temperature=0.0),

@@ -1,4 +1,4 @@
-"""A step as plain arrays: a table of what each kind of chunk becomes."""
+"""A step as plain arrays: what each kind of chunk becomes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
 
 
 def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
-    """Lanes in which the sequences of some chunks run."""
+    """Return lanes in which the sequences of some chunks run."""
     lanes = Lanes(len(chunks))
     for chunk in chunks:
         lanes.enter(chunk.sequence)
@@ -43,7 +43,7 @@ def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
 
 
 def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collection[int] = ()) -> Step:
-    """`unseen`: chunks whose sequences have one token more than they have seen."""
+    """Plan a step. `unseen`: indices of chunks with a sequence that has one unseen token."""
     lanes, each = enter(chunks)
     for i in unseen:
         lanes.expect_first(chunks[i].sequence)
@@ -54,7 +54,7 @@ def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collectio
 
 
 def columns(draws: Draws) -> list[tuple[int, int, int, int]]:
-    """Row, target, seed and position of each draw."""
+    """Return row, target, seed and position of each draw."""
     records = draws.records
     each = draws.rows.tolist(), records["target"].tolist(), records["seed"].tolist(), draws.positions.tolist()
     return list(zip(*each, strict=True))
@@ -73,7 +73,7 @@ def test_a_prompt_beside_a_decode() -> None:
     assert columns(step.draws) == [(3, SAMPLE, -1, 5)], "the prompt's chunk does not reach its end"
 
 
-def test_tables_of_other_lengths_are_filled_up() -> None:
+def test_shorter_block_tables_are_padded() -> None:
     short, long = (sequence(Generation([sample()]), list(range(n)), table) for n, table in ((4, [6]), (9, [1, 2, 3])))
     assert plan(Chunk(short, 3, 4), Chunk(long, 8, 9)).block_tables[0].tolist() == [[6, 0, 0], [1, 2, 3]]
 
@@ -89,7 +89,7 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
     assert {i: list(ids) for i, ids in step.draws.banned.items()} == {1: [2]}
 
 
-def test_an_unseen_token_is_named_by_its_lane() -> None:
+def test_an_unseen_token_refers_to_its_lane() -> None:
     seen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
     behind = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3])
     step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen=[1])
@@ -97,8 +97,8 @@ def test_an_unseen_token_is_named_by_its_lane() -> None:
     assert step.draws.positions.tolist() == [5, 6]
 
 
-def test_a_decode_draws_from_every_row_behind_what_it_knows() -> None:
-    """Here of tokens that its lane does not count."""
+def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None:
+    """The lane of the decode counts only the first five of its seven tokens."""
     decode = sequence(Generation([sample(min_tokens=3)]), [1, 2, 3, 4, 5, 6, 7], [0, 1])
     single, other = (sequence(Generation([sample(seed=seed)]), [1, 2, 3, 4, 5], [2, 3]) for seed in (8, 9))
     group = sequence(Generation([sample(seed=seed) for seed in (1, 2)]), [1, 2, 3, 4], [4])
@@ -112,7 +112,7 @@ def test_a_decode_draws_from_every_row_behind_what_it_knows() -> None:
     of_prompts = [(1, SAMPLE, 1, 4), (1, SAMPLE, 2, 4), (7, SAMPLE, 3, 4)]
     assert columns(step.draws) == [*of_decode, (8, SAMPLE, 8, 5), *of_prompts]
     assert step.draws.lanes.tolist() == [NO_LANE] * 3 + [single.lane] + [NO_LANE] * 2 + [begins.lane]
-    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "up to the third token"
+    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "banned up to the third token"
     assert takers.num_decode_draws == 4 and list(takers.prompts) == [(0, range(2, 4)), (2, range(4, 5))]
 
 
@@ -139,7 +139,7 @@ def test_a_score_has_targets_and_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("copies", [{9: 4}, {9: 4, 8: 4}])
-def test_copies_are_from_and_to(copies: dict[int, int]) -> None:
+def test_block_copies_are_pairs_of_source_and_destination(copies: dict[int, int]) -> None:
     decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 9])
     found = plan(Chunk(decode, 4, 5), copies=copies).block_copies[0].tolist()
     assert found == [[source, to] for to, source in copies.items()]

@@ -1,6 +1,6 @@
-"""What is done before the first step on a GPU: which kernels are compiled, how memory is planned, what fails.
+"""Warm-up before the first step on a GPU: which kernels are compiled, how memory is planned, and how it fails.
 
-There is no GPU here: kernels are interpreted, and what a graph holds is computed anew at each replay.
+There is no GPU here: kernels are interpreted, and each replay runs the captured computation again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ FREE = 1000 * BYTES_PER_BLOCK
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happens on a machine whose CPU is treated like a GPU: the rows of each capture and of each forward pass, the
-    number of blocks that the latter had, and each look at the free memory.
+    """The events on a machine with a CPU that is treated like a GPU.
+
+    These are the rows of each capture, the rows and the number of blocks of each forward pass, and each query of the
+    free memory.
     """
     seen: list[Any] = []
     forward = ModelRunner.forward
@@ -76,13 +78,13 @@ def engine_of(model: Path, **settings: Any) -> Engine:
     return Engine(config, dataclasses.replace(loaded, backend=capturing))
 
 
-def test_memory_is_looked_at_while_the_largest_step_and_all_graphs_hold_theirs(model: Path, events: list[Any]) -> None:
+def test_free_memory_is_measured_beside_the_largest_step_and_all_graphs(model: Path, events: list[Any]) -> None:
     engine = engine_of(model, kv_memory_fraction=0.9)
     assert events.count("look") == 1 and engine.info.num_blocks == 900
     before, after = events[: events.index("look")], events[events.index("look") + 1 :]
     captures = [("capture", size) for size in (4, 4, 2, 2, 1, 1)]
     assert [event for event in before if event[0] == "capture"] == captures
-    assert before[-1] == ("forward", 24, 1), "on a KV cache of one block"
+    assert before[-1] == ("forward", 24, 1), "computed on a KV cache of one block"
     assert [event for event in after if event[0] == "capture"] == captures
     assert {event[2] for event in after if event[0] == "forward"} == {900 + 1}
     assert engine.info.warm_up_seconds > 0
@@ -98,17 +100,15 @@ def test_memory_is_looked_at_while_the_largest_step_and_all_graphs_hold_theirs(m
         (dict(num_blocks=1000), 1000),
     ],
 )
-def test_how_much_the_kv_cache_takes_of_what_is_free(
+def test_the_kv_cache_takes_its_share_of_the_free_memory(
     model: Path, events: list[Any], settings: dict[str, Any], num_blocks: int
 ) -> None:
     assert engine_of(model, cuda_graphs=False, **settings).info.num_blocks == num_blocks
 
 
-def test_more_than_what_is_free_is_refused(model: Path, events: list[Any]) -> None:
+def test_more_than_the_free_memory_is_refused(model: Path, events: list[Any]) -> None:
     for settings in (dict(num_blocks=1001), dict(kv_memory=FREE + BYTES_PER_BLOCK)):
-        with pytest.raises(
-            ConfigError, match=f"expected at most the {FREE} bytes that are available, found 1001 blocks"
-        ):
+        with pytest.raises(ConfigError, match=f"1001 blocks .* exceed the {FREE} bytes that are available"):
             engine_of(model, **settings)
 
 
@@ -120,12 +120,12 @@ def test_steps_that_do_not_fit_are_refused_with_what_to_lower(
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     with pytest.raises(
-        ConfigError, match="^max_num_batched_tokens, .* found: tried to allocate 3 GiB; lower one of them"
+        ConfigError, match="^max_num_batched_tokens, .* weights: tried to allocate 3 GiB; lower one of them"
     ):
         engine_of(model)
 
 
-def test_a_cache_that_cannot_be_written_is_named(
+def test_a_kernel_cache_that_cannot_be_written_is_named(
     model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*inputs: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_cache_that_cannot_be_written_is_named(
         engine_of(model, backend="triton")
 
 
-def test_a_compiler_that_is_not_there_is_named(model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*inputs: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", "gcc")
 
@@ -153,7 +153,7 @@ def test_a_compiler_that_is_not_there_is_named(model: Path, events: list[Any], m
         engine_of(model, backend="triton")
 
 
-def test_a_cpu_needs_nothing_of_it(tiny_llama: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_needs_no_warm_up(tiny_llama: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*inputs: Any) -> None:
         pytest.fail("something was computed before the first step")
 

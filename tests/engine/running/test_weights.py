@@ -1,4 +1,4 @@
-"""Other weights, committed between two steps: nothing of the old ones is left, and nothing is half applied."""
+"""New weights, committed between two steps: nothing of the old weights is left, and nothing is applied in part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 REFERENCE = "reference", "float32"
 
-# Every test of a worker on a CPU has an engine in step.
+# The tests of workers on a CPU cover engines that finish each step before the next.
 pytestmark = [
     pytest.mark.usefixtures("steps_ahead"),
     thinned(lambda steps_ahead, backend="cpu", dtype="", **_: steps_ahead and (backend, dtype) != REFERENCE),
@@ -44,7 +44,7 @@ pytestmark = [
 
 @pytest.fixture
 def newer(tiny_model: Path, tmp_path: Path) -> Path:
-    """The checkpoint of other weights for `tiny_model`."""
+    """A checkpoint with other weights for `tiny_model`."""
     return another_version(tiny_model, tmp_path / "newer")
 
 
@@ -54,12 +54,12 @@ def newer_llama(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def requests(count: int = 3, n: int = 2) -> list[GenerateRequest]:
-    """Groups whose prompts share more than a block."""
+    """Groups with prompts that share more than a block."""
     return [generate(str(i), np.concatenate((tokens(40), tokens(9 + i, seed=i + 1))), n=n) for i in range(count)]
 
 
 def all_bits(engine: Engine) -> tuple[dict, bytes]:
-    """What the engine generates for `requests`, and scores."""
+    """Return the bits that the engine generates for `requests`, and its scores."""
     samples = run(engine, requests())
     return {key: bits(sample) for key, sample in samples.items()}, score(engine, tokens(100)).tobytes()
 
@@ -72,7 +72,7 @@ def by_index(outputs: list) -> dict[tuple[str, int], SampleOutput]:
     return {(o.request_id, o.index): o for o in outputs if isinstance(o, SampleOutput)}
 
 
-def test_what_a_set_of_weights_must_bring(tiny_model: Path, backend: str) -> None:
+def test_shapes_and_names_of_a_set_of_weights(tiny_model: Path, backend: str) -> None:
     weights = make_engine(tiny_model, backend=backend, dtype="bfloat16").weights
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if "qwen3" in tiny_model.name else {}
     assert weights.dtype == "bfloat16" and weights.tied == tied
@@ -82,14 +82,14 @@ def test_what_a_set_of_weights_must_bring(tiny_model: Path, backend: str) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_after_a_commit_the_engine_is_a_fresh_one(
+def test_after_a_commit_the_engine_equals_a_fresh_one(
     tiny_model: Path, newer: Path, backend: str, dtype: str, in_place: bool
 ) -> None:
     settings = dict(backend=backend, dtype=dtype)
     engine, fresh = make_engine(tiny_model, **settings), make_engine(newer, **settings)
     old, expected = all_bits(engine), all_bits(fresh)
     hits = engine.stats().prefix_hits
-    assert all_bits(engine) == old != expected and engine.stats().prefix_hits > hits, "prefixes are hot"
+    assert all_bits(engine) == old != expected and engine.stats().prefix_hits > hits, "premise: prefixes are cached"
     hits, cold_hits = engine.stats().prefix_hits, fresh.stats().prefix_hits
     before, memory = addresses(engine), engine.memory()
 
@@ -99,7 +99,7 @@ def test_after_a_commit_the_engine_is_a_fresh_one(
 
     assert engine.weight_version == 7 and addresses(engine) == before and engine.memory() == memory
     assert all_bits(engine) == expected
-    assert engine.stats().prefix_hits - hits == cold_hits, "none but those that a fresh engine has too"
+    assert engine.stats().prefix_hits - hits == cold_hits, "only the hits that a fresh engine has, too"
     sample = run(engine, [generate("r", tokens(20))])["r", 0]
     assert spans(sample) == [(7, 0, 12)]
 
@@ -117,7 +117,7 @@ def test_weights_that_were_never_committed_leave_no_trace(tiny_model: Path, newe
 
 
 @lends_huge_pages
-def test_weights_that_one_engine_lends_are_as_good_as_its_own(tiny_model: Path, newer: Path, backend: str) -> None:
+def test_lent_weights_give_the_bits_of_own_weights(tiny_model: Path, newer: Path, backend: str) -> None:
     engines = [make_engine(tiny_model, backend=backend) for _ in range(3)]
     lender, *others = engines
     assert lender.weights.kin is not None and {engine.weights.kin for engine in engines} == {lender.weights.kin}
@@ -145,14 +145,14 @@ def test_weights_that_one_engine_lends_are_as_good_as_its_own(tiny_model: Path, 
 def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
     arena = weights.LendableArena(engine.weights.num_held - 64)
-    with pytest.raises(FileNotFoundError, match=f"expected {engine.weights.num_held} bytes of weights"):
+    with pytest.raises(FileNotFoundError, match=f"must have {engine.weights.num_held} bytes"):
         engine.weights.borrow(arena.lend())
-    with pytest.raises(FileNotFoundError, match=f"found {2**62}"):  # nor is so much memory asked for
+    with pytest.raises(FileNotFoundError, match=f"got {2**62}"):  # this much memory is not allocated either
         engine.weights.borrow(arena.lend()._replace(num_bytes=2**62))
 
 
 class LateArena(DeviceArena):
-    """As on a GPU: a copy is queued, and memory that is dropped is anybody's at once. `queued`: copies under way."""
+    """As on a GPU: copies are queued, and dropped memory may be reused at once. `queued`: copies in flight."""
 
     queued: ClassVar[list[Callable[[], None]]] = []
 
@@ -160,7 +160,7 @@ class LateArena(DeviceArena):
         self.queued.append(partial(self._arrive, other))
 
     def _arrive(self, other: Arena) -> None:
-        assert other.num_held, "memory is read that was given back"
+        assert other.num_held, "released memory is read"
         super().take(other)
 
 
@@ -176,7 +176,7 @@ def test_a_commit_waits_for_its_copies_before_it_frees_what_they_read(
     engine = make_engine(tiny_llama)
     staging = stage(engine, read_tensors(newer_llama))
     engine.commit_weights(staging, 1, "recompute")
-    assert staging.num_bytes == 0, "premise: its memory is given back"
+    assert staging.num_bytes == 0, "premise: its memory is released"
     wait(executor_of(engine)._runner.model.device)
     assert all_bits(engine) == all_bits(make_engine(newer_llama))
 
@@ -195,13 +195,15 @@ def test_changed_elements_give_the_bits_of_whole_tensors(
     assert all_bits(engine) != (expected := all_bits(fresh))
     staging = stage_changes(engine, before, after)
     assert 0 < staging.num_bytes < engine.info.weight_bytes
-    for version in (1, 2):  # a second time is harmless
+    for version in (1, 2):  # applying the changes twice is harmless
         engine.commit_weights(stage_changes(engine, before, after), version, "recompute")
         assert all_bits(engine) == expected
     assert addresses(engine) == where
 
 
-def test_some_tensors_whole_some_in_parts_some_not_at_all(tiny_model: Path, newer: Path, backend: str) -> None:
+def test_some_tensors_are_staged_whole_some_in_parts_some_not_at_all(
+    tiny_model: Path, newer: Path, backend: str
+) -> None:
     engine = make_engine(tiny_model, backend=backend)
     mixture, after = read_tensors(tiny_model), read_tensors(newer)
     staging = engine.weights.new_staging(in_place=False)
@@ -255,7 +257,7 @@ def test_staging_in_another_thread_while_the_engine_generates(tiny_model: Path, 
 
 
 def continued(engine: Engine, sample: SampleOutput, prompt: np.ndarray, start: int) -> SampleOutput:
-    """What the engine draws after the sample's first `start` tokens, which it is given as a prompt."""
+    """Return the engine's continuation of the sample's first `start` tokens, which are passed as a prompt."""
     seed = (5 + sample.index * GOLDEN) % 2**64
     assert derive_seed(seed, 0) == sample.seed
     given = np.concatenate((prompt, sample.token_ids[:start]))
@@ -263,7 +265,7 @@ def continued(engine: Engine, sample: SampleOutput, prompt: np.ndarray, start: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_running_samples_keep_their_tokens_and_go_on_with_other_weights(
+def test_running_samples_keep_their_tokens_and_continue_with_new_weights(
     tiny_model: Path, newer: Path, backend: str, dtype: str, steps_ahead: int
 ) -> None:
     settings = dict(backend=backend, dtype=dtype)
@@ -294,7 +296,7 @@ def test_running_samples_keep_their_tokens_and_go_on_with_other_weights(
     assert any(not np.array_equal(s.token_ids, alone[key].token_ids) for key, s in samples.items())
 
 
-def test_a_group_computes_its_prompt_once_again(tiny_llama: Path, newer_llama: Path) -> None:
+def test_after_a_commit_a_group_computes_its_prompt_once_more(tiny_llama: Path, newer_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(generate("g", tokens(64), n=4))
     for _ in range(3):
@@ -306,7 +308,7 @@ def test_a_group_computes_its_prompt_once_again(tiny_llama: Path, newer_llama: P
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_prompt_that_is_half_computed_begins_again(tiny_llama: Path, newer_llama: Path, steps: int) -> None:
+def test_a_partly_computed_prompt_restarts(tiny_llama: Path, newer_llama: Path, steps: int) -> None:
     prompt = tokens(100)
     expected = run(make_engine(newer_llama), [generate("g", prompt, n=2), generate("later", prompt, seed=9)])
     engine = make_engine(tiny_llama, max_num_batched_tokens=48, max_num_seqs=8)
@@ -321,7 +323,7 @@ def test_a_prompt_that_is_half_computed_begins_again(tiny_llama: Path, newer_lla
     assert all(spans(sample) == [(1, 0, 12)] for sample in samples.values())
 
 
-def test_a_score_is_of_one_version(tiny_llama: Path, newer_llama: Path, backend: str) -> None:
+def test_a_score_comes_from_one_version(tiny_llama: Path, newer_llama: Path, backend: str) -> None:
     settings = dict(backend=backend, max_num_batched_tokens=48, max_num_seqs=8)
     ids, fresh = tokens(150), make_engine(newer_llama, **settings)
     engine = make_engine(tiny_llama, **settings)
@@ -350,7 +352,7 @@ def test_a_sample_may_cross_several_commits(tiny_llama: Path, newer_llama: Path)
     assert np.array_equal(sample.token_ids[7:], continued(fresh, sample, tokens(20), 7).token_ids)
 
 
-def test_a_commit_begins_a_span_whatever_its_version(tiny_llama: Path, newer_llama: Path) -> None:
+def test_a_commit_of_the_same_version_begins_a_span(tiny_llama: Path, newer_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(generate("r", tokens(20)))
     commits = {2: (newer_llama, 3), 4: (tiny_llama, 3), 7: (newer_llama, 1)}
@@ -372,7 +374,7 @@ def test_a_commit_that_produced_no_token_leaves_no_span(tiny_llama: Path, newer_
     assert spans(sample) == [(3, 0, 12)]
 
 
-def test_abort_ends_what_has_begun_and_lets_the_rest_wait(tiny_llama: Path, newer_llama: Path) -> None:
+def test_abort_ends_started_requests_and_keeps_waiting_ones(tiny_llama: Path, newer_llama: Path) -> None:
     engine = make_engine(tiny_llama, max_num_seqs=2, max_num_batched_tokens=40)
     expected = run(make_engine(newer_llama), [generate("waits", tokens(20, seed=3), n=2)])
     old = run(make_engine(tiny_llama), [generate("runs", tokens(20), n=3)])
@@ -396,7 +398,7 @@ def test_abort_ends_what_has_begun_and_lets_the_rest_wait(tiny_llama: Path, newe
     assert all(spans(output)[0][0] == 1 and len(spans(output)) == 1 for output in rest)
 
 
-def test_abort_also_ends_what_was_preempted_with_tokens(tiny_llama: Path, newer_llama: Path) -> None:
+def test_abort_also_ends_preempted_samples_with_tokens(tiny_llama: Path, newer_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_blocks=24, block_size=8)
     for i in range(6):
         engine.add(generate(str(i), tokens(30 + i, seed=i), n=3, max_tokens=30))
@@ -405,7 +407,7 @@ def test_abort_also_ends_what_was_preempted_with_tokens(tiny_llama: Path, newer_
         outputs += engine.step()
     assert [s for s in engine._scheduler.waiting if s.num_tokens > s.num_prompt_tokens]
     outputs += engine.commit_weights(stage(engine, read_tensors(newer_llama)), 1, "abort")
-    assert engine.has_unfinished, "those that had not begun"
+    assert engine.has_unfinished, "requests that had not started"
     outputs += drain(engine)
     assert len(outputs) == 18 and all(len(spans(output)) <= 1 for output in outputs)
 
@@ -418,7 +420,7 @@ def test_drain_refuses_unfinished_requests(tiny_llama: Path, newer_llama: Path, 
     if begun:
         engine.step()
     staging = stage(engine, staging_of)
-    with pytest.raises(RuntimeError, match="no unfinished requests after a drain, found 1"):
+    with pytest.raises(RuntimeError, match="unfinished requests after a drain .got 1."):
         engine.commit_weights(staging, 1, "drain")
     drain(engine)
     assert engine.weight_version == 0 and all_bits(engine) == old
@@ -436,7 +438,7 @@ def test_a_tensor_with_missing_rows_is_refused(
     engine.step()
     staging = stage(engine, {k: v for k, v in read_tensors(newer).items() if k != "model.embed_tokens.weight"})
     staging.rows("model.embed_tokens.weight", 0, 496).copy_(torch.zeros(496, 64))
-    with pytest.raises(ValueError, match="model.embed_tokens.weight: expected 512 staged rows, found 496"):
+    with pytest.raises(ValueError, match="model.embed_tokens.weight: 512 staged rows required .got 496."):
         engine.commit_weights(staging, 1, in_flight)
     assert len(drain(engine)) == 1 and engine.weight_version == 0 and engine.stats().recomputed == 0
     assert all_bits(engine) == old
@@ -447,11 +449,11 @@ def test_in_place_needs_every_parameter(tiny_model: Path, newer: Path, backend: 
     last = after.pop("model.norm.weight")
     staging = stage(engine, after, in_place=True)
     for _ in range(2):
-        with pytest.raises(ValueError, match="expected every parameter.* model.norm.weight is missing"):
+        with pytest.raises(ValueError, match="model.norm.weight is missing; .* stage every parameter"):
             engine.commit_weights(staging, 1, "recompute")
-        with pytest.raises(RuntimeError, match="expected whole weights"):
+        with pytest.raises(RuntimeError, match="no complete weights"):
             engine.step()
-    with pytest.raises(ValueError, match="in place, found elements"):
+    with pytest.raises(ValueError, match="in place need whole rows"):
         staging.put("model.norm.weight", torch.tensor([0]), torch.ones(1))
     with pytest.raises(ValueError, match="model.embed_tokens.weight is missing"):
         engine.commit_weights(stage(engine, {"model.norm.weight": last}), 1, "recompute")
@@ -460,7 +462,7 @@ def test_in_place_needs_every_parameter(tiny_model: Path, newer: Path, backend: 
     assert all_bits(engine) == all_bits(make_engine(newer, backend=backend))
 
 
-def test_an_in_place_staging_that_was_not_written_to_changes_nothing(tiny_llama: Path) -> None:
+def test_an_unwritten_in_place_staging_changes_nothing(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     old = all_bits(engine)
     engine.weights.new_staging(in_place=True)
@@ -470,17 +472,23 @@ def test_an_in_place_staging_that_was_not_written_to_changes_nothing(tiny_llama:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.rows("model.nom.weight", 0, 1), "the name of a parameter, found 'model.nom.weight'"),
+        (lambda s: s.rows("model.nom.weight", 0, 1), "'model.nom.weight' is not the name of a parameter"),
         (lambda s: s.rows("lm_head.weight", 8, 16), "multiples of 16"),
-        (lambda s: s.put("x", torch.tensor([0]), torch.ones(1)), "the name of a parameter, found 'x'"),
-        (lambda s: s.put("model.norm.weight", torch.tensor([64]), torch.ones(1)), r"indices in \[0, 64\)"),
-        (lambda s: s.put("model.norm.weight", torch.tensor([-1]), torch.ones(1)), r"indices in \[0, 64\)"),
-        (lambda s: s.put("model.norm.weight", torch.tensor([1, 2]), torch.ones(1)), "as many int64 indices"),
-        (lambda s: s.put("model.norm.weight", torch.tensor([1], dtype=torch.int32), torch.ones(1)), "int64 indices"),
-        (lambda s: s.put("model.norm.weight", torch.tensor([1]), torch.ones(1).half()), "torch.float32 values"),
+        (lambda s: s.put("x", torch.tensor([0]), torch.ones(1)), "'x' is not the name of a parameter"),
+        (lambda s: s.put("model.norm.weight", torch.tensor([64]), torch.ones(1)), r"indices must be in \[0, 64\)"),
+        (lambda s: s.put("model.norm.weight", torch.tensor([-1]), torch.ones(1)), r"indices must be in \[0, 64\)"),
+        (
+            lambda s: s.put("model.norm.weight", torch.tensor([1, 2]), torch.ones(1)),
+            "one int64 index per torch.float32 value",
+        ),
+        (
+            lambda s: s.put("model.norm.weight", torch.tensor([1], dtype=torch.int32), torch.ones(1)),
+            "got .* of torch.int32",
+        ),
+        (lambda s: s.put("model.norm.weight", torch.tensor([1]), torch.ones(1).half()), "torch.float16"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_it_is_staged(tiny_llama: Path, call: Callable, message: str) -> None:
+def test_rows_and_elements_that_do_not_fit_are_refused(tiny_llama: Path, call: Callable, message: str) -> None:
     engine = make_engine(tiny_llama)
     staging = engine.weights.new_staging(in_place=False)
     with pytest.raises(ValueError, match=message):

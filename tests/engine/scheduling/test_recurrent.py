@@ -1,4 +1,4 @@
-"""Recurrent states under the scheduler: the driver writes down what every slot would hold, and checks each step."""
+"""Recurrent states under the scheduler: the driver records the expected content of every slot, and checks each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY_4 = Intervals(4, 0)
 
 
 class HybridDriver(Driver):
-    """A driver of a model with recurrent layers; `states` is what each slot holds: the last token that went into it."""
+    """A driver of a model with recurrent layers. `states`: for each slot, the last token that went into it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HybridDriver(Driver):
         self.states: list[Content | None] = [None] * num_slots
 
     def check_blocks(self, sequence: Sequence, end: int) -> None:
-        """A chunk that was cut at a checkpoint leaves blocks for the next one."""
+        """A chunk that was cut at a checkpoint keeps its blocks for the next chunk."""
         assert len(sequence.table) >= self.cache.tables.blocks_for(end)
 
     def _write(self, chunks: Chunks) -> None:
@@ -54,10 +54,10 @@ class HybridDriver(Driver):
         for chunk in chunks:
             sequence, lane = chunk.sequence, chunk.sequence.lane
             source, others = lanes.source[lane], set(written) - {lanes.target[lane]}
-            assert source not in others, "what one sequence reads no other writes"
+            assert source not in others, "no slot is written that another sequence reads"
             before = self.holds[sequence][chunk.start - 1] if chunk.start else None
             found = None if source == NO_SLOT else self.states[source]
-            assert found == before, "the state is that of the tokens before"
+            assert found == before, "the state is the state after the previous tokens"
             self.seen["restored"] += source not in (lanes.slot[lane], NO_SLOT)
         super()._write(chunks)
         for chunk in chunks:
@@ -66,12 +66,12 @@ class HybridDriver(Driver):
             self.seen["checkpoint"] += int(lanes.target[lane] != lanes.slot[lane])
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
-        """Sequences may wait for a slot; those that run never do."""
+        """Waiting sequences may wait for a slot; running sequences never do."""
         assert bool(chunks) == bool(self.open)
         assert {sequence for sequence in before[:1] if sequence.table} <= {chunk.sequence for chunk in chunks}
 
     def checkpoints(self) -> list[int]:
-        """How many tokens the prefixes have that checkpoints hold, ascending."""
+        """Return the numbers of tokens in the prefixes with checkpoints, ascending."""
         self.check()
         found = []
         for entry in self.slots._ready:
@@ -91,30 +91,30 @@ def run(driver: HybridDriver, prompt: Prompt, lengths: list[int]) -> Sequence:
 PROMPT = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0]
 
 
-def test_checkpoints_lie_at_the_interval_and_at_the_last_border_of_a_prompt() -> None:
+def test_checkpoints_lie_at_the_interval_and_at_the_prompts_last_boundary() -> None:
     driver = HybridDriver()
     run(driver, PROMPT, [3])
     assert driver.checkpoints() == [4, 8, 10]
 
 
-def test_a_prompt_that_comes_again_goes_on_from_its_last_border() -> None:
+def test_a_repeated_prompt_resumes_at_its_last_boundary() -> None:
     driver = HybridDriver()
     assert run(driver, PROMPT, [1]).num_cached_tokens == 0
     assert run(driver, PROMPT, [1]).num_cached_tokens == 10
     assert driver.slots.stats.restored == 1 and driver.scheduler.stats.shortened_hits == 0
 
 
-def test_a_hit_ends_at_the_deepest_checkpoint() -> None:
+def test_a_prefix_hit_ends_at_the_deepest_checkpoint() -> None:
     driver = HybridDriver(intervals=Intervals(8, 0))
     run(driver, PROMPT, [1])
     assert driver.checkpoints() == [8, 10]
     other = [*PROMPT[:6], 1, 1]
-    assert run(driver, other, [1]).num_cached_tokens == 0, "6 tokens are known, but no state of them"
+    assert run(driver, other, [1]).num_cached_tokens == 0, "6 tokens are cached, but without a state"
     assert driver.scheduler.stats.shortened_hits == 6
     assert run(driver, [*PROMPT[:9], 0, 1, 1], [1]).num_cached_tokens == 8
 
 
-def test_a_hit_ends_where_a_state_is_ready_and_the_window_is_whole() -> None:
+def test_a_prefix_hit_ends_where_state_and_window_are_available() -> None:
     driver = HybridDriver({None: 64, 6: 64})
     entries, window = run(driver, PROMPT, [1]).chain.entries, driver.cache.tables.pools[1]
     assert driver.checkpoints() == [4, 8, 10]
@@ -123,36 +123,36 @@ def test_a_hit_ends_where_a_state_is_ready_and_the_window_is_whole() -> None:
         taken += window.take(1)
     window.release(taken)
     assert [entry.blocks[1] is None for entry in entries] == [True, True, False, False, False]
-    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "tokens 5 to 9 are all that the next one reaches"
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "the next token reaches only tokens 5 to 9"
     driver.slots.forget([entries[4]])
-    assert run(driver, PROMPT, [1]).num_cached_tokens == 0, "no state where the window is whole, and vice versa"
-    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "what was computed again can be hit again"
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 0, "no state where the window is complete, and vice versa"
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "tokens computed again can be hit again"
 
 
-def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> None:
+def test_the_second_prompt_takes_a_checkpoint_where_prompts_branch() -> None:
     driver = HybridDriver(intervals=Intervals(0, 0))
     cached = [run(driver, [*PROMPT[:8], *[own] * 5], [1]).num_cached_tokens for own in (2, 3, 4)]
     assert cached == [0, 0, 8]
     assert driver.scheduler.running.states is not None and not driver.scheduler.running.states.branches._takers
 
 
-def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None:
-    """The second one computes again what is cached, and keeps it within reach while it takes all other blocks."""
+def test_prompts_share_a_prefix_in_a_cache_that_holds_one_prompt() -> None:
+    """The second prompt computes the cached prefix again, and keeps it in reach while it takes all other blocks."""
     driver, common = HybridDriver(num_blocks=16, intervals=Intervals(0, 0)), [*PROMPT, 1, 0, 1, 0, 0]
     cached = [run(driver, [*common, *[own] * 3], [10]).num_cached_tokens for own in (2, 3, 4, 5)]
     assert cached == [0, 0, 16, 16]
     assert sum(pool.evictions for pool in driver.cache.tables.pools) > 0, "premise"
 
 
-def test_prompts_that_come_together_compute_what_they_share_twice() -> None:
-    """Once to find that it is shared, and once for the checkpoint."""
+def test_concurrent_prompts_compute_their_shared_prefix_twice() -> None:
+    """They compute it once to find that it is shared, and once for the checkpoint."""
     driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
     group = [driver.add([*PROMPT * 2, *[own] * 5], [1]) for own in (2, 3, 4, 5, 6)]
     driver.drain()
     assert [sequence.num_cached_tokens for sequence in group] == [0, 0, 22, 22, 22]
 
 
-def test_who_waits_for_a_branch_goes_on_if_the_sequence_that_takes_it_is_gone() -> None:
+def test_waiting_for_a_branch_ends_if_its_taker_is_gone() -> None:
     driver = HybridDriver(intervals=Intervals(0, 0), budget=4)
     common = PROMPT[:8]
     run(driver, [*common, 0, 0, 0], [1])
@@ -165,13 +165,13 @@ def test_who_waits_for_a_branch_goes_on_if_the_sequence_that_takes_it_is_gone() 
     driver.drain()
 
 
-def test_decodes_take_checkpoints_if_asked_to() -> None:
+def test_decodes_take_checkpoints_if_configured() -> None:
     driver = HybridDriver(intervals=Intervals(0, 4))
     sequence = run(driver, PROMPT, [8])
     assert driver.checkpoints() == [10, 12, 16]
     again = driver.add([*sequence.tokens], [1])
     driver.drain()
-    assert again.num_cached_tokens == 16, "a next turn"
+    assert again.num_cached_tokens == 16, "the next turn resumes from the decoded tokens"
 
 
 def test_without_a_budget_nothing_is_reused_and_all_is_computed() -> None:
@@ -181,34 +181,34 @@ def test_without_a_budget_nothing_is_reused_and_all_is_computed() -> None:
     assert driver.seen["checkpoint"] == 0 and driver.slots.stats.skipped == 0
 
 
-def test_the_oldest_checkpoint_gives_way_to_a_new_one() -> None:
+def test_a_new_checkpoint_replaces_the_oldest() -> None:
     driver = HybridDriver(checkpoints=2)
     run(driver, PROMPT, [1])
     assert driver.checkpoints() == [8, 10]
     assert driver.slots.stats.evicted == 1 and driver.slots.stats.skipped == 0
 
 
-def test_the_checkpoint_used_least_recently_gives_way() -> None:
+def test_the_least_recently_used_checkpoint_is_evicted() -> None:
     driver = HybridDriver(checkpoints=2, intervals=Intervals(0, 0))
     first, second, third = [2] * 5, [3] * 7, [4] * 9
     for prompt in (first, second, first):
         run(driver, prompt, [1])
     assert driver.checkpoints() == [4, 6] and driver.slots.stats.restored == 1
     run(driver, third, [1])
-    assert driver.checkpoints() == [4, 8], "the first one is older, but was restored since"
+    assert driver.checkpoints() == [4, 8], "the first checkpoint is older, but was restored since"
 
 
-def test_a_prompt_of_whole_blocks_goes_on_before_its_last_one() -> None:
-    """Its last token is always computed."""
+def test_a_prompt_of_whole_blocks_resumes_before_its_last_block() -> None:
+    """The last token of a prompt is always computed."""
     driver = HybridDriver(intervals=Intervals(0, 0))
     cached = [run(driver, PROMPT[:10], [1]).num_cached_tokens for _ in range(2)]
     assert driver.checkpoints() == [8] and cached == [0, 8] and driver.scheduler.stats.shortened_hits == 0
 
 
-def test_a_checkpoint_without_a_place_is_skipped() -> None:
+def test_a_checkpoint_without_a_slot_is_skipped() -> None:
     driver = HybridDriver(checkpoints=1)
     sequence = run(driver, PROMPT, [1])
-    assert driver.checkpoints() == [4], "which the next step goes on from, so that it cannot give way"
+    assert driver.checkpoints() == [4], "the next step resumes from it, so that it cannot be evicted"
     assert driver.slots.stats.skipped == 1 and sequence.num_cached_tokens == 0
 
 
@@ -222,18 +222,20 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
 
 
-def test_who_finds_no_slot_has_not_restored_a_checkpoint() -> None:
+def test_a_sequence_without_a_slot_restores_no_checkpoint() -> None:
     driver = HybridDriver(num_slots=3, checkpoints=1, intervals=Intervals(0, 0))
     run(driver, PROMPT, [1])
     group = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1], [1, 0])]
     driver.step()
-    assert len(driver.scheduler.running.sequences) == 2 and group[2].lane < 0, "premise: the third one waits for a slot"
+    assert len(driver.scheduler.running.sequences) == 2 and group[2].lane < 0, (
+        "premise: the third request waits for a slot"
+    )
     assert driver.slots.stats.restored == 2
     driver.drain()
     assert driver.slots.stats.restored == sum(sequence.num_cached_tokens == 10 for sequence in group)
 
 
-def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read() -> None:
+def test_a_checkpoint_being_read_outlives_its_entry() -> None:
     driver = HybridDriver(budget=4)
     run(driver, PROMPT, [1])
     sequence = driver.add([*PROMPT[:10], 1, 0, 1, 0], [1])
@@ -244,7 +246,7 @@ def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read(
     driver.scheduler.check_integrity()
 
 
-def test_a_group_parts_from_a_restored_prompt() -> None:
+def test_a_group_forks_from_a_restored_prompt() -> None:
     driver = HybridDriver()
     run(driver, PROMPT, [1])
     group = driver.add(PROMPT, [4, 5, 6])
@@ -252,12 +254,12 @@ def test_a_group_parts_from_a_restored_prompt() -> None:
     assert group.num_cached_tokens == 10
     lanes = [sequence.lane for sequence in driver.scheduler.running.sequences]
     sources = {*driver.scheduler.running.lanes.source[lanes].tolist()}
-    assert len(driver.scheduler.running.sequences) == 3 and len(sources) == 1, "all go on from one state"
+    assert len(driver.scheduler.running.sequences) == 3 and len(sources) == 1, "all resume from one state"
     assert not sources & {*driver.scheduler.running.lanes.slot[lanes].tolist()}
     driver.drain()
 
 
-def test_samples_for_which_there_is_no_slot_wait() -> None:
+def test_samples_without_a_slot_wait() -> None:
     driver = HybridDriver(num_slots=4, checkpoints=1)
     driver.add(PROMPT, [4, 4, 4, 4])
     driver.step_until(lambda: len(driver.scheduler.running.sequences) > 1)
@@ -271,7 +273,7 @@ def test_a_prompt_shorter_than_a_block_has_no_checkpoint() -> None:
     assert driver.checkpoints() == []
 
 
-def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> None:
+def test_a_commit_between_reserve_and_ready_leaves_no_checkpoint() -> None:
     driver = HybridDriver()
     sequence = driver.add(PROMPT, [1])
     chunks = driver.scheduler.schedule()
@@ -286,7 +288,7 @@ def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> 
 
 
 class HybridMachine(SchedulerMachine):
-    """Requests in any order over far too few blocks and slots."""
+    """Requests in any order, over far too few blocks and slots."""
 
     seen: Counter[str] = Counter()
 
@@ -309,7 +311,7 @@ class HybridMachine(SchedulerMachine):
 
 
 class HybridWindowMachine(HybridMachine):
-    """A model that keeps all: layers without a window, layers with one, and states."""
+    """A model with everything: layers without a window, layers with a window, and states."""
 
     num_blocks = {None: 8, 6: 6}
     seen: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The scheduler, driven without a model: the driver writes down what every KV slot would hold, and checks each step."""
+"""The scheduler without a model: the driver records the expected content of every KV slot, and checks each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..caches import CollidingCache, CountingCache
 PROFILE = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
 
 Content = tuple[int, int]
-"""What a slot holds: the epoch it was computed in, and the number of the salted token prefix that ends with it."""
+"""The content of a slot: the epoch of its computation, and the number of the salted token prefix that ends with it."""
 
 
 SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)))
@@ -36,7 +36,7 @@ SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)))
 
 @dataclass(eq=False)
 class Sample:
-    """Draws `length` tokens, which depend on what came before and on `order` alone, and ends."""
+    """Draws `length` tokens, which depend only on the tokens before and on `order`, and then ends."""
 
     order: tuple[int, int]
     length: int
@@ -55,7 +55,7 @@ class Sample:
 
 
 class Driver:
-    """Does what the engine does around a scheduler, and finds every step guilty that breaks a promise."""
+    """Does the engine's work around a scheduler, and fails in any step that breaks a promise."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Driver:
         return all(pool.num_free == pool.num_blocks for pool in self.cache.tables.pools)
 
     def _no_kv(self) -> list[list[list[Content | None]]]:
-        """Of each group and block what its slots hold."""
+        """Return empty slots, for each group and block."""
         return [[[None] * self.cache.block_size for _ in range(pool.num_blocks)] for pool in self.cache.tables.pools]
 
     def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
-        """A group with a sample of each length; a score request if there is none."""
+        """Add a group with one sample per length, or a score request if there are no lengths."""
         sequence = self._sequence(prompt, salt)
         samples: list[Any] = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
         sequence.purpose = Generation(samples.copy()) if samples else SCORE
@@ -137,7 +137,7 @@ class Driver:
         self.scheduler.finish(sequence)
 
     def recompute(self) -> None:
-        """All that runs is computed anew, as after a change of the weights."""
+        """Recompute all running sequences, as after a change of the weights."""
         running = self.scheduler.running.sequences.copy()
         self.needed_steps += sum(sequence.num_tokens for sequence in running)
         self.scheduler.recompute_running()
@@ -148,7 +148,7 @@ class Driver:
         self.seen["recompute"] += bool(running)
 
     def step_until(self, condition: Callable[[], bool]) -> list[Chunk]:
-        """The last step's chunks. The least progress is a token per step, of all samples with their prompts."""
+        """Return the chunks of the last step. A step computes at least one token."""
         chunks: list[Chunk] = []
         while not condition():
             assert self.open
@@ -163,7 +163,7 @@ class Driver:
         assert self._all_free()
 
     def check(self) -> None:
-        """Every block is counted once, what running sequences computed is untouched, claims have a running owner."""
+        """Check that blocks are counted once, that running sequences keep their KV, and that claims have owners."""
         self.scheduler.check_integrity()
         tables = [sequence.table for sequence in self.scheduler.running.sequences]
         for group, pool in enumerate(self.cache.tables.pools):
@@ -179,7 +179,7 @@ class Driver:
         assert {id(chain) for chain in self.cache.claims._chains.values()} <= owners
 
     def check_whole(self, sequence: Sequence) -> None:
-        """What the sequence holds is its own, and all that its next token can reach in a window, but no block more."""
+        """Check that a sequence holds its own KV, all that its next token can reach in a window, and no more blocks."""
         end, holds = sequence.num_computed, self.holds.get(sequence, [])
         for group, start in enumerate(sequence.table.starts):
             window, first = self.cache.tables.windows[group], start * self.cache.block_size
@@ -197,7 +197,7 @@ class Driver:
         return [self.kv[group][blocks[p // size]][p % size] for p in range(end)]
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
-        """What slots [start, end) hold once they are computed in this epoch."""
+        """Return the expected content of slots [start, end) after their computation in this epoch."""
         prefix: object = self.holds[sequence][start - 1][1] if start else f"salt {sequence.chain.salt!r}"
         contents: list[Content] = []
         for token in sequence.tokens[start:end]:
@@ -218,7 +218,7 @@ class Driver:
             self.check_blocks(sequence, chunk.end)
 
     def _check_preemptions(self, before: list[Sequence], preemptions: int) -> None:
-        """The newest of those that ran are preempted, and nothing is admitted in their place."""
+        """Check that the newest running sequences were preempted, and that none was admitted in their place."""
         survivors = [sequence for sequence in before if sequence.table]
         assert survivors == before[: len(survivors)]
         assert preemptions == len(before) - len(survivors)
@@ -229,7 +229,7 @@ class Driver:
             self.seen["preempted"] += 1
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
-        """Something runs if anything is unfinished, the oldest always, and every decode unless blocks are lacking."""
+        """Check progress: if anything is unfinished, the oldest runs, and so does every decode unless blocks lack."""
         scheduled = {chunk.sequence for chunk in chunks}
         assert bool(chunks) == bool(self.open)
         assert set(before[:1]) <= scheduled
@@ -240,7 +240,7 @@ class Driver:
             self.seen["chunk shrunk"] += 1
 
     def _check_hits(self, sequence: Sequence, epoch: int) -> None:
-        """A sequence just admitted starts behind blocks that hold its own prefix, computed in this epoch before."""
+        """Check that a newly admitted sequence starts after blocks with its own prefix, computed in this epoch."""
         self.holds[sequence] = []
         self.holds[sequence] = self._contents(sequence, 0, sequence.num_computed)
         assert all(held_in == epoch for held_in, _ in self.holds[sequence])
@@ -260,7 +260,7 @@ class Driver:
                     kv[block][p % size] = self.holds[sequence][p]
 
     def _extend(self, sequence: Sequence) -> None:
-        """Every sample gets its token; those that go on part ways."""
+        """Give every sample its token. Unfinished samples get sequences of their own."""
         if not isinstance(sequence.purpose, Generation):
             self.open.remove(sequence)
             self.finish(sequence)
@@ -293,7 +293,7 @@ class Driver:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests that come, run, are aborted and lose the cache in any order, over far too few blocks."""
+    """Requests that are added, computed, aborted and lose the cache in any order, over far too few blocks."""
 
     cache: type[PrefixCache] = PrefixCache
     num_blocks: dict[int | None, int] = {None: 8}
@@ -342,14 +342,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class CollidingMachine(SchedulerMachine):
-    """The same with two hashes in all."""
+    """The same with only two different hashes."""
 
     cache = CollidingCache
     seen: Counter[str] = Counter()
 
 
 class WindowMachine(SchedulerMachine):
-    """Layers without a window, and two windows with fewer blocks."""
+    """Layers without a window, and layers with two windows and fewer blocks."""
 
     num_blocks = {None: 8, 3: 4, 6: 5}
     seen: Counter[str] = Counter()
@@ -363,7 +363,7 @@ class WindowsAloneMachine(SchedulerMachine):
 
 
 class CollidingWindowMachine(CollidingMachine):
-    """Both."""
+    """Layers with a window, and only two different hashes."""
 
     num_blocks = {None: 8, 3: 6}
     seen: Counter[str] = Counter()
@@ -410,7 +410,7 @@ def test_a_thousand_samples_finish_in_a_tenth_of_the_blocks_they_need(group_size
         driver.add(prompt, lengths)
     driver.drain()
     stats = driver.scheduler.stats
-    # The last token of a sample is never computed, and a group's prompt once.
+    # The last token of a sample is never computed, and a group's prompt is computed once.
     needed = sum(len(prompt) + sum(lengths) - len(lengths) for prompt, lengths in requests)
     assert stats.preemptions > 50
     assert needed < stats.computed_tokens < 1.5 * needed
@@ -449,7 +449,7 @@ def test_a_chunk_shrinks_to_the_blocks_that_are_left() -> None:
     driver.add([1, 1], [4])
     prompt = driver.add([2] * 6, [1])
     starts_and_ends = [[(c.start, c.end) for c in driver.step() if c.sequence is prompt] for _ in range(4)]
-    # Two tokens of the budget are left for the prompt in the third step; its second block has room for one.
+    # In the third step, two tokens of the budget are left for the prompt, but its second block has room for one.
     assert starts_and_ends == [[(0, 1)], [(1, 3)], [(3, 4)], []]
     assert driver.scheduler.stats.preemptions == 1
     driver.drain()
@@ -470,7 +470,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 @pytest.mark.parametrize("salts", [(None, "a"), ("a", "b")])
-def test_other_salts_neither_wait_nor_hit(salts: tuple[str | None, str | None]) -> None:
+def test_different_salts_neither_wait_nor_hit(salts: tuple[str | None, str | None]) -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=64)
     for salt in salts:
         driver.add([1] * 20, [3], salt)
@@ -494,7 +494,7 @@ def test_a_reader_takes_over_when_the_writer_is_aborted() -> None:
     driver.drain()
 
 
-def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
+def test_a_reader_continues_when_the_writer_is_preempted() -> None:
     driver = Driver(num_blocks=12, block_size=2, max_num_seqs=8, budget=3)
     driver.add([9], [14])
     prefix = list(range(20))
@@ -509,7 +509,7 @@ def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
 
 
 def schedule_unpublished(driver: Driver) -> tuple[Chunks, int]:
-    """A step that is planned before the one ahead of it is done, and how many prefixes it looked up."""
+    """Plan a step before the previous one is done. Return it with the number of prefixes that it looked up."""
     assert isinstance(driver.cache, CountingCache)
     before = driver.cache.lookups
     chunks = driver.scheduler.schedule()
@@ -517,7 +517,7 @@ def schedule_unpublished(driver: Driver) -> tuple[Chunks, int]:
     return chunks, driver.cache.lookups - before
 
 
-def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_once() -> None:
+def test_a_step_looks_up_few_sequences_that_wait_for_a_prefix() -> None:
     count, most = 1000, 32
     driver = Driver(num_blocks=4096, block_size=4, max_num_seqs=100, budget=2048, cache=CountingCache)
     prefix = list(range(40))
@@ -525,13 +525,13 @@ def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_on
     readers = [driver.add([*prefix, 200 + i], [3]) for i in range(count)]
     other = driver.add([7] * 5, [3])
     steps = [schedule_unpublished(driver) for _ in range(count // most + 1)]
-    assert [chunk.sequence for chunks, _ in steps for chunk in chunks] == [writer, other], "none is starved"
+    assert [chunk.sequence for chunks, _ in steps for chunk in chunks] == [writer, other], "no sequence is starved"
     lookups = [number for _, number in steps]
     assert max(lookups) <= 1 + most and sum(lookups) == 1 + count + 1
     assert [*driver.scheduler.waiting] == readers
     deferred = driver.scheduler.stats.deferred_admissions
     chunks, number = schedule_unpublished(driver)
-    assert (len(chunks), number) == (0, 0), "until the prefix is there, nothing is looked up again"
+    assert (len(chunks), number) == (0, 0), "until the prefix is published, nothing is looked up again"
     assert driver.scheduler.stats.deferred_admissions == deferred + count
     for chunks, _ in steps:
         driver.scheduler.publish(chunks)
@@ -540,7 +540,7 @@ def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_on
     assert number == 98
 
 
-def test_a_step_does_not_look_at_those_for_whom_there_is_no_room() -> None:
+def test_a_step_does_not_examine_sequences_without_room() -> None:
     count = 16_000
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=2, budget=64, cache=CountingCache)
     for i in range(count):
@@ -552,17 +552,17 @@ def test_a_step_does_not_look_at_those_for_whom_there_is_no_room() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(chunks) == 2 and lookups == 0
-    assert peak < count, "nothing is made of each"
+    assert peak < count, "nothing is allocated per sequence"
 
 
 class Sorted(list):
-    """A list that is not searched from its beginning."""
+    """A list that must not be searched from its beginning."""
 
     def remove(self, value: object) -> None:
         pytest.fail("searched from the beginning")
 
 
-def test_a_sequence_is_taken_out_without_a_look_at_the_others() -> None:
+def test_a_sequence_is_removed_without_a_search() -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=4, budget=64)
     driver.scheduler.waiting.ready, driver.scheduler.running.sequences = Sorted(), Sorted()
     for i in range(12):
@@ -589,7 +589,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert driver.scheduler.stats.computed_tokens == 5 + 3 * 3
 
 
-def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the_last() -> None:
+def test_a_block_forked_into_twice_before_a_step_is_copied_once() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         driver.add(prompt, [3, 3])
@@ -601,7 +601,7 @@ def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the
     assert driver.scheduler.running._block_copies[0][destination] == source != destination, "premise"
     driver.scheduler.finish(fork)
     again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)  # type: ignore[arg-type]
-    assert destination in again.table.blocks[0], "premise: the block that was given back last is taken first"
+    assert destination in again.table.blocks[0], "premise: the block that was released last is taken first"
     [copies] = driver.scheduler.running.take_block_copies()
     assert len(copies) == 2 and copies[destination] == other.table.blocks[0][again.table.blocks[0].index(destination)]
     assert driver.scheduler.running.take_block_copies() == [{}]
@@ -617,7 +617,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     driver.drain()
 
 
-def test_a_fork_that_had_to_wait_hits_the_prompt_and_publishes_what_follows() -> None:
+def test_a_fork_that_waited_hits_the_prompt_and_publishes_its_tokens() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=1, budget=16)
     driver.add([1, 2, 3, 4], [1, 2, 9])
     driver.step()
@@ -630,7 +630,7 @@ def test_a_fork_that_had_to_wait_hits_the_prompt_and_publishes_what_follows() ->
 
 
 @pytest.mark.parametrize("invalidated", [False, True])
-def test_invalidation_hides_what_runs_and_leaves_it_running(invalidated: bool) -> None:
+def test_invalidation_hides_running_sequences_and_keeps_them_running(invalidated: bool) -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=8)
     old = driver.add(list(range(24)), [5])
     driver.step()
@@ -646,7 +646,7 @@ def test_invalidation_hides_what_runs_and_leaves_it_running(invalidated: bool) -
     assert driver.scheduler.stats.preemptions == 0
 
 
-def test_what_waited_during_an_invalidation_is_published_for_others() -> None:
+def test_sequences_that_waited_during_an_invalidation_are_published() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=1, budget=16)
     driver.add([1, 2, 3], [3])
     driver.add([4] * 9, [1])
@@ -679,7 +679,7 @@ def test_a_score_request_computes_every_token_and_others_hit_them() -> None:
     assert driver.scheduler.stats.prefix_queries == 20
 
 
-def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
+def test_a_request_that_can_never_fit_is_rejected_with_the_numbers() -> None:
     scheduler = Scheduler(PrefixCache({None: 3}, 4), max_num_seqs=1, max_num_batched_tokens=4)
     scheduler.cache.tables.check_fits(12)
     with pytest.raises(InvalidRequestError, match=r"needs 4 KV blocks of 4 tokens for 13 tokens, but there are 3"):
@@ -735,7 +735,7 @@ def _keep_a_lane(driver: Driver) -> None:
         _keep_a_lane,
     ],
 )
-def test_the_integrity_check_finds(corrupt: Callable[[Driver], None]) -> None:
+def test_the_integrity_check_finds_a_corruption(corrupt: Callable[[Driver], None]) -> None:
     driver = Driver(num_blocks=8, block_size=2, max_num_seqs=3, budget=8)
     driver.add([1, 2, 3], [5])
     driver.add([4, 5, 6], [5])

@@ -203,7 +203,7 @@ def test_continued_samples_keep_their_places(client: RolloutClient, engine: Fake
 def test_the_rest_of_the_context_may_be_asked_for(client: RolloutClient) -> None:
     [group] = client.generate([[1, 2, 3]], SamplingParams(max_tokens=None))
     assert len(group.samples[0].token_ids) == group.params.max_tokens == MAX_MODEL_LEN - 3
-    with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: length: expected at most max_model_len"):
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: length: .* exceed max_model_len"):
         client.generate([[1] * MAX_MODEL_LEN], SamplingParams(max_tokens=None))
 
 
@@ -214,13 +214,13 @@ def test_samples_that_ended_by_length_go_on_to_the_end_of_the_context(client: Ro
     grown, same = client.continue_samples([[1, 2, 3]] * 2, [short, full], open_ended)
     assert same is full and len(grown.token_ids) == MAX_MODEL_LEN - 3
     assert grown.token_ids[:3] == short.token_ids and grown.finish_reason == "length" and grown.seed == short.seed
-    with pytest.raises(InvalidRequestError, match=r"^samples\[1\]: length: expected at most max_model_len"):
+    with pytest.raises(InvalidRequestError, match=r"^samples\[1\]: length: .* exceed max_model_len"):
         client.continue_samples([[1, 2, 3], [1, 2, 3, 4]], [short, full], open_ended)
 
 
 def test_an_error_of_a_sample_that_goes_on_gives_the_others_up(client: RolloutClient) -> None:
     [sample] = client.generate([[1]], SHORT, seed=7)[0].samples
-    with pytest.raises(InvalidRequestError, match=r"^samples\[0\]: length: expected at most max_model_len"):
+    with pytest.raises(InvalidRequestError, match=r"^samples\[0\]: length: .* exceed max_model_len"):
         client.continue_samples([[1] * MAX_MODEL_LEN, [1]], [sample, sample], SamplingParams(max_tokens=None))
     while client.health().requests["open"]:
         pass
@@ -318,11 +318,9 @@ def test_the_temperature_at_which_a_trainer_computes_the_same(params: dict[str, 
     [(dict(top_p=0.9, min_p=0.1), "top_p, min_p"), (dict(top_k=3), "top_k"), (dict(min_tokens=2), "min_tokens")],
 )
 def test_log_probs_that_no_trainer_computes_are_named(params: dict[str, Any], named: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^logprobs: .*found 'processed' with {named}, which.*logprobs='temperature'"
-    ):
+    with pytest.raises(ConfigError, match=f"^logprobs='processed' with {named} is .*logprobs='temperature'"):
         _ = SamplingParams(**params).trainer_temperature
-    with pytest.raises(ConfigError, match="^logprobs: expected log-probs to compute again, found None"):
+    with pytest.raises(ConfigError, match="^logprobs is None"):
         _ = SamplingParams(logprobs=None, **params).trainer_temperature
 
 

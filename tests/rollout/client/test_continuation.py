@@ -142,7 +142,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
 
 
 def test_prior_tokens_are_those_of_one_sample_and_in_the_prompt(engine: Engine) -> None:
-    with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected at most the 20 tokens of the prompt"):
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens must be at most 20, the length of the prompt"):
         engine.add(replace(generate("g", PROMPT), num_prior_tokens=21))
-    with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected n = 1.*found n = 2"):
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens .* requires n = 1 .got n = 2."):
         engine.add(replace(generate("g", PROMPT, n=2), num_prior_tokens=3))

@@ -471,7 +471,7 @@ def test_without_a_tokenizer_the_report_says_that_there_was_no_stop_string(
     assert verify.verify(EngineConfig(model=str(tmp_path)), console, None, SMALL)
     text = console.export_text()
     assert "ended by a token 1" in text and "ended by a string" not in text
-    assert f"stop strings were not tested: stop: expected {tmp_path / 'tokenizer.json'}, found no such file" in text
+    assert f"stop strings were not tested: stop: {tmp_path / 'tokenizer.json'} does not exist" in text
 
 
 def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
