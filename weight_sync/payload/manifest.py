@@ -323,7 +323,7 @@ def describe_tie(name: str, other: str) -> str:
     """Return an error text for a tensor with other values than the tensor to which the worker has tied it."""
     return (
         f"tensor {name}: differs from {other}, but the worker has tied the two; tie them in the trainer too, or serve "
-        "a model whose config.json does not tie them"
+        "a model with a config.json that does not tie them"
     )
 
 

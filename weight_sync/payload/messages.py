@@ -31,7 +31,7 @@ class Message(BaseModel):
 class BeginPush(Message):
     """Begins a push of weights, and ends a push that was under way before.
 
-    - `base`: id of the push whose weights the changed elements refer to; None if every tensor comes whole.
+    - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
     - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
       that the worker had before adapters.
     - `allow_older`: accept a version that is not later than the served one.

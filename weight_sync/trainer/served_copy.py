@@ -13,7 +13,7 @@ from ..payload.manifest import Parameters, spellings_of
 from ..payload.tensors import INDEX_DTYPE, dtypes_of, host_chunks, raw_bits
 
 _MAX_ELEMENTS = 2**31
-"""Limit on the elements of a tensor whose changes are sent as a list, since indices are int32."""
+"""Limit on the elements of a tensor for a list of changes, since indices are int32. Larger tensors are sent whole."""
 
 
 class ServedCopy:

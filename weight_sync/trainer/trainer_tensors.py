@@ -134,7 +134,7 @@ class TrainerTensors:
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module whose tensors have Hugging Face names."""
+    """Return the module inside of wrappers, in which the tensors have Hugging Face names."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module

@@ -61,9 +61,9 @@ class PushSettings:
 class Transaction:
     """A push of version `version` to `workers`.
 
-    `allow_older`: push even if the version is not later than a worker's. `borrowers`: for the position of each worker
-    that gets no buckets, the position of the worker whose memory it maps once that worker has verified. `seconds`: time
-    of each phase.
+    `allow_older`: push even if the version is not later than a worker's. `borrowers`: position of each worker that gets
+    no buckets, with the position of the worker from which it maps the memory, once that worker has verified. `seconds`:
+    time of each phase.
     """
 
     def __init__(
@@ -226,5 +226,5 @@ def _describe(address: str, reply: PushStatus | TruerollError) -> str:
     if not isinstance(reply, PushStatus):
         return f"{address} does not answer"
     if reply.state == "dirty":
-        return f"{address} was at version {reply.weight_version}, whose weights are lost; it needs a complete push"
+        return f"{address} has lost its weights (it was at version {reply.weight_version}); it needs a complete push"
     return f"{address} serves version {reply.weight_version}"

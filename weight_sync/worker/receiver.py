@@ -200,7 +200,7 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while this one is copied. An error is left to that bucket's turn."""
+        """Fetch the next bucket, if it is announced, while this one is copied. Leave errors to that bucket's turn."""
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
             with suppress(PushError):
