@@ -48,7 +48,7 @@ _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Modes of the folder of a push and of its files. Nobody else may write them, whatever the umask is: otherwise a worker
 would refuse the folder of its own user."""
 PRIVATE = 0o700
-"""Mode of a parent folder that is created here. An existing one keeps its mode: it decides which users read weights."""
+"""Mode of a parent folder that is created here. An existing one keeps its mode, and with it the users that can read."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
