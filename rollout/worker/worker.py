@@ -7,6 +7,7 @@ snapshots, even during a long step.
 Owns: the loop that passes messages (`Dispatch`) and events to the parts that handle them; reading, checking and
 refusing messages; the shutdown (`Ending`); and health, counters and times (`Vitals`). Does not own: requests (`book`),
 the state of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
+
 Promises: no received bytes end the process. If the engine fails or the worker shuts down, every caller gets an answer
 before the worker ends.
 """

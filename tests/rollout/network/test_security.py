@@ -234,7 +234,7 @@ def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
     squatter = as_nobody(code, address)
     try:
         assert squatter.stdout is not None and squatter.stdout.readline() == "bound\n"
-        with RolloutClient(address) as client, pytest.raises(ForbiddenError, match=f"found one of user {NOBODY}"):
+        with RolloutClient(address) as client, pytest.raises(ForbiddenError, match=f"runs as user {NOBODY}"):
             client.health()
     finally:
         squatter.communicate()
@@ -254,7 +254,7 @@ def test_a_client_tells_nothing_to_a_port_without_the_key() -> None:
 
 
 def test_a_key_that_the_worker_does_not_know_is_refused_at_once(enter: Callable[[str], RolloutClient]) -> None:
-    with pytest.raises(ForbiddenError, match="to know this client's key, found that it does not"):
+    with pytest.raises(ForbiddenError, match="does not know this client's key"):
         enter("stranger").health()
     check_group(enter("alice").generate([[1]], SamplingParams(n=2))[0], 2)
 
@@ -306,7 +306,7 @@ def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], Roll
     check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
     assert len(alice.score([[1, 2, 3]])[0].logprobs) == 2
     assert alice.health().state == "ready" and alice.stats().service["accepted"] == 2
-    with pytest.raises(ForbiddenError, match="role control, found alice with the role generate"):
+    with pytest.raises(ForbiddenError, match="needs the role control, but alice has the role generate"):
         alice.pause()
 
 
@@ -316,7 +316,7 @@ def test_a_trainer_with_a_key_pushes_and_a_generating_client_does_not(
     tensors = {name: torch.ones(shape) for name, shape in engine.weights.shapes.items()}
     with WeightPublisher("shared", **certificates.client("alice")) as publisher:
         publisher.connect([worker.address])
-        with pytest.raises(PushError, match="role control, found alice"):
+        with pytest.raises(PushError, match="needs the role control, but alice"):
             publisher.push(tensors, version=8)
     with WeightPublisher("shared", **certificates.client("trainer")) as publisher:
         publisher.connect([worker.address])
@@ -819,7 +819,7 @@ def test_who_has_asked_for_a_kept_result_is_limited(engine: FakeEngine) -> None:
         for number in range(MOST_CALLERS + 1):
             raw.generate("a", caller=str(number))
             reply = raw.receive_until("done", "error")[-1]
-        assert reply["code"] == "queue_full" and "callers of 'a'" in reply["message"]
+        assert reply["code"] == "queue_full" and "callers of request 'a'" in reply["message"]
 
 
 def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngine) -> None:
@@ -873,7 +873,7 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
         replies = [receive(alice) for _ in range(3)]
         assert [reply["finish_reason"] for reply in replies if reply["type"] == "sample"] == ["length"]
         assert [reply["message"] for reply in replies if reply["type"] == "error"] == [
-            "abort: expected a running request or sample, found none for request 'a', sample 7"
+            "abort: request 'a', sample 7 is not running"
         ]
 
 
