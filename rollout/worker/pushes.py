@@ -188,7 +188,7 @@ def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
 
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
-        f"{operation.call.type}: {num_unfinished} requests are unfinished after its timeout, and nothing was changed; "
+        f"{operation.call.type}: timed out with {num_unfinished} unfinished requests, and nothing was changed; "
         "try again with more time, or with in_flight recompute or abort"
     )
 
