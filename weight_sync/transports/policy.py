@@ -77,8 +77,8 @@ class PushPolicy:
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(
-            f"collective: the worker may not connect to the host {host!r}; start the worker with --push-hosts that "
-            "includes it, or push from an allowed host"
+            f"collective: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
+            "worker with --push-hosts that includes it, or push from an allowed host"
         )
 
     def _open_folder(self, folder: str) -> int:
