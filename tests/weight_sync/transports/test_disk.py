@@ -435,7 +435,7 @@ def test_padding_metadata_and_empty_tensors_are_accepted(folder: Path) -> None:
 
 def test_a_tensor_without_checksum_is_refused(folder: Path) -> None:
     (folder / MODEL_FILE).write_bytes(file_of({"d": entry(0, 8)}))
-    with closing(open_reader(folder)) as reader, pytest.raises(PushError, match=f"d: .*checksum in {MANIFEST_FILE}"):
+    with closing(open_reader(folder)) as reader, pytest.raises(PushError, match=f"d: {MANIFEST_FILE} has no checksum"):
         next(reader.read_unannounced())
 
 

@@ -99,7 +99,7 @@ def test_without_a_first_tensor_the_trainer_is_on_the_host() -> None:
         assert TrainerTensors(given).device() == torch.device("cpu")
     tensors = TrainerTensors(iter([5]))  # type: ignore[arg-type]
     assert tensors.device() == torch.device("cpu")
-    with pytest.raises(PushError, match="expected pairs"):
+    with pytest.raises(PushError, match="give pairs"):
         next(tensors)
 
 
