@@ -22,7 +22,7 @@ such as a gate, its A alone has more elements than the weight."""
 class Adapted:
     """The `Parameters` of a push with adapters.
 
-    A push of adapters alone brings the worker's parameters without a base; any other push brings all parameters. Both
+    A push of adapters alone brings only the parameters that have no base; any other push brings all parameters. Both
     bring A and B for each weight with an adapter.
     """
 

@@ -24,11 +24,11 @@ ROW_MULTIPLE = 16
 ALIGNMENT = 64
 """A piece begins at a multiple of this many bytes in its bucket."""
 MOST_UNDER_WAY = 2
-"""The number of unanswered buckets that a trainer may have announced."""
+"""Limit on the buckets that a trainer has announced and that the workers have not answered yet."""
 MAX_NAME_CHARS = 512
 MAX_PATH_CHARS = 4096
 MOST_PIECES = 8192
-"""The maximum number of pieces in a bucket. It bounds the length of the bucket's message."""
+"""Limit on the pieces in a bucket. It bounds the length of the bucket's message."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 LAST_VERSION = 2**63 - 2

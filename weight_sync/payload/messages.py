@@ -29,7 +29,7 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Begins a push of weights, and ends a push that was under way before.
+    """Call that begins a push of weights. It ends a push that was under way before.
 
     - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
     - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
@@ -65,7 +65,7 @@ class BeginPush(Message):
 
 
 class StageBucket(Message):
-    """Announces a bucket. The reply says that the bytes were copied and are correct, so that its slot is free again."""
+    """Call that announces a bucket. The reply says that its bytes were copied and are correct, so its slot is free."""
 
     type: Literal["stage_bucket"] = "stage_bucket"
     id: Id
@@ -74,7 +74,7 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+    """Call that asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -83,7 +83,7 @@ class VerifyPush(Message):
 
 
 class CommitPush(Message):
-    """Asks to serve the verified weights from the next step on.
+    """Call that asks to serve the verified weights from the next step on.
 
     `timeout`: maximum of a `drain` of running requests, in seconds.
     """
@@ -96,7 +96,7 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Asks to abort a push. An unknown push counts as aborted. A committed push stays so, and the reply says it."""
+    """Call that aborts a push. An unknown push counts as aborted. A committed push stays so, and the reply says it."""
 
     type: Literal["abort_push"] = "abort_push"
     id: Id

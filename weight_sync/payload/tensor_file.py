@@ -69,7 +69,7 @@ class TensorFile:
         self._check_layout(dtype, dtypes, size - self._start)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the bytes of a tensor in memory of their own: uint8 [num_bytes]. Raise PushError if they are gone."""
+        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if they cannot be read."""
         return torch.from_numpy(self._read(self._start + entry.data_offsets[0], entry.num_bytes))
 
     def _read(self, offset: int, num_bytes: int) -> np.ndarray:

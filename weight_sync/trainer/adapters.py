@@ -26,7 +26,7 @@ class Checksums:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor if `tensor` is sharded, else it."""
+        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor; `tensor` itself if not sharded."""
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
             self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))
@@ -70,8 +70,8 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the adapters' description for workers that want these parameters.
 
-        Consumes the base weights from `tensors`, which comes up to the first tensor that is sent. Raise PushError for
-        names that the workers do not know, and for tied tensors that differ in the trainer.
+        Consumes the base weights from `tensors`, and leaves the tensors to send in it. Raise PushError for names that
+        the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:
             return Adapters(weights=self._scales)

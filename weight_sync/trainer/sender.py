@@ -67,7 +67,8 @@ from .transaction import PushSettings, Transaction
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
-"""Fastest sizes. New shared memory costs more than short messages; a broadcast gets cheaper the longer it is."""
+"""Sizes of buckets in host memory, the fastest ones measured. New shared memory costs more than short messages, while
+a broadcast costs less per byte the longer it is."""
 GPU_BUCKET_BYTES = 64 * 2**20
 """Size of buckets in the memory of a GPU. Two exist at a time, and each costs a round of messages."""
 ADAPTER_BUCKET_BYTES = 2**20
@@ -76,7 +77,7 @@ ADAPTER_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Cut:
-    """Units [start, start + length) of an object that is packed lie in bucket `bucket`, from byte `offset` on."""
+    """A piece: units [start, start + length) of a packed object, in bucket `bucket` from byte `offset` on."""
 
     start: int
     length: int

@@ -79,8 +79,9 @@ def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _most_elements(tensor: torch.Tensor) -> int:
-    """Return the number of changed elements from which on the whole tensor is smaller than their list; 0: always send
-    the whole tensor.
+    """Return the number of changed elements for which their list takes at least as many bytes as the whole tensor.
+
+    0: always send the whole tensor.
     """
     if tensor.numel() >= _MAX_ELEMENTS:
         return 0

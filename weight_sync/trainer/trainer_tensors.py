@@ -258,9 +258,9 @@ class PushResult:
 def push_on_all_ranks(
     tensors: Tensors, has_workers: bool, push: Callable[[TrainerTensors], PushResult | None]
 ) -> PushResult | None:
-    """Return or raise on every rank what `push` returns or raises on rank 0. None: no worker needed the push.
+    """Run `push`, and return or raise its result on every rank of the trainer. None: no worker needed the push.
 
-    If the tensors are sharded, or a rank has no workers of its own, the ranks other than 0 only take part in gathers.
+    A rank other than 0 does not push, and only takes part in gathers, if the tensors are sharded or it has no workers.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

@@ -11,8 +11,8 @@ timeout with NCCL; `close` never waits.
 
 A failed push may leave these behind. At the trainer: a thread and the group's connections, until the timeout of the
 current broadcast. At a worker with NCCL: the same; the wait for a bucket, until its timeout; and a thread that joins
-the group, until NCCL has connected the members or the connection to the store ends, without a limit. There are at most
-`MOST_JOINING` such threads; while there are that many, pushes through NCCL are refused.
+the group, without a time limit, until NCCL has connected the members or the connection to the store ends. There are
+at most `MOST_JOINING` such threads; while there are that many, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _begin_to_join_as_worker(
 def _begin_to_join(
     source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
 ) -> Future[Any]:
-    """Join on a thread of its own: if the store stops to answer, its client may wait longer than any timeout."""
+    """Join on a thread of its own: if the store stops answering, its client may wait longer than any timeout."""
     joining: Future[Any] = Future()
 
     def run() -> None:

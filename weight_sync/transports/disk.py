@@ -1,4 +1,4 @@
-"""Pushes through folders. A restarted worker catches up from such a folder.
+"""Pushes through folders. A restarted worker can catch up from such a folder.
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and on the disk. A folder without
 this ending is therefore complete. It holds the tensors in one safetensors file, under the name that Hugging Face
@@ -48,7 +48,7 @@ _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Modes of the folder of a push and of its files. Nobody else may write them, whatever the umask is: otherwise a worker
 would refuse the folder of its own user."""
 PRIVATE = 0o700
-"""Mode of a parent folder that is created here. An existing one keeps its mode, and with it the users that can read."""
+"""Mode of a parent folder that is created here. An existing one keeps its mode, which says which users can read it."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
@@ -162,7 +162,7 @@ class FolderReader:
     """The worker's side.
 
     `num_tensors`: number of tensors for which manifest and header may have room. `dtypes`: dtypes of the tensors that
-    do not have `dtype`. Raise PushError if `policy` forbids to read the folder, if it holds another push, or if its
+    do not have `dtype`. Raise PushError if `policy` forbids reading the folder, if it holds another push, or if its
     manifest or the header of its tensors is wrong or too long.
     """
 
@@ -234,8 +234,7 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def _max_bytes(num_tensors: int) -> int:
-    """Return the limit on a manifest, and on a header, in bytes. It keeps the time short for which other threads wait
-    while one is parsed.
+    """Return the limit on a manifest, and on a header, in bytes. Other threads wait while one is parsed.
 
     A tensor takes less than 1 KiB of either, even with the longest name and the largest numbers; most take 150 bytes.
     """

@@ -1,7 +1,7 @@
 """Gloo process groups, as trainers and the receiving processes of workers join them. Imports torch alone.
 
 Gloo connects each member to every other member at the address that the other has left in the store. It aborts the
-process if a member is sent more bytes than it expects. If the store stops to answer, it may wait longer than any
+process if a member is sent more bytes than it expects. If the store stops answering, it may wait longer than any
 timeout.
 """
 

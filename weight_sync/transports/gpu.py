@@ -53,7 +53,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device current for this thread, for the driver too. Synchronizes this thread's stream first."""
+    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes its stream first."""
     if device.type != "cuda":
         yield
         return

@@ -1,6 +1,6 @@
 """NCCL process groups in which failures are errors, and do not harm the process or its other groups.
 
-By default such a group has a thread that ends the process if an operation fails or takes too long, so that a training
+By default such a group has a thread that ends the process if an operation fails or takes too long, so that training
 does not hang. A group with blocking waits has no such thread. An environment variable, which is read when a group is
 created, selects blocking waits.
 

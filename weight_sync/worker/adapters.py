@@ -1,6 +1,6 @@
 """The worker's side of adapters: the check that they fit its weights, their merge, and checksums of weights.
 
-Owns nothing. Each weight that is handled for a push is handled in a `guarded` context, which raises if the push is
+Owns nothing. The work for a push goes weight by weight, each in a `guarded` context, which raises if the push is
 closed.
 """
 

@@ -33,7 +33,7 @@ from ..payload.manifest import (
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
 FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
-"""What is expected, and what was found."""
+"""The expected values, and the values found instead."""
 
 
 class Writable(Protocol):

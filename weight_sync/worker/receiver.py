@@ -120,7 +120,7 @@ class Writing:
         self._may_overwrite.set()
 
     def close(self) -> None:
-        """Forbid to write from now on. Waits until the current write is done."""
+        """Forbid writing from now on. Waits until the current write is done."""
         self.is_closed = True
         self._may_overwrite.set()
         with self._lock:
@@ -251,7 +251,7 @@ class Receiver(threading.Thread):
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow to write into the live weights, which nothing reads any more. Only in place, after `Opened`."""
+        """Allow writing into the live weights, which nothing reads any more. Only in place, after `Opened`."""
         self._writing.allow_overwriting()
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class Receiver(threading.Thread):
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:
-        """Answer repeated calls of verify_push until the push ends, since the first answer may have been lost."""
+        """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
                 raise PushError(f"{call.type}: came after verify_push; push again")

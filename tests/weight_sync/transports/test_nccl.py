@@ -179,7 +179,7 @@ def test_a_late_connection_is_left_behind_and_then_aborted(
 
 
 def test_the_number_of_hanging_joins_is_limited() -> None:
-    """A store that stops to answer keeps its clients waiting. Closing the push does not wait, nor do later pushes."""
+    """A store that stops answering keeps its clients waiting. Closing the push does not wait, nor do later pushes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = CollectiveSource(backend="nccl", host="127.0.0.1", port=silent.getsockname()[1], rank=1, world_size=2)
         for _ in range(MOST_JOINING):
