@@ -1,4 +1,4 @@
-"""The clients: prompts in, groups of samples out. `RolloutClient` is `AsyncRolloutClient` for code without event loop.
+"""The clients: prompts in, groups of samples out. `RolloutClient` is for code without an event loop.
 
 Owns the meaning of the calls. The connection owns sending, reconnecting and the loss of a worker; `protocol` owns the
 messages. Imports neither torch nor transformers.
@@ -7,8 +7,8 @@ Promises:
 
 - A call returns when all its requests have ended. Unless it is to return errors, it raises the first error of a request
   and names the prompt in it.
-- A call that raises, is cancelled or interrupted, or is closed early as a stream gives its requests up. The worker then
-  aborts every request that no other client waits for.
+- A call that raises, is cancelled or is interrupted gives its requests up, as does a stream that is closed early. The
+  worker then aborts every request that no other client waits for.
 - If the worker or its replies are lost, the client does not give its requests up, so that they can be asked for again.
 - The worker is told when results have arrived, so that it does not keep them longer.
 """
@@ -323,11 +323,10 @@ class AsyncRolloutClient:
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """End requests, or the sample `index` of each, with what was generated so far. Return how many samples this
-        ended.
+        """End requests, or the sample `index` of each. Return the number of samples that this ended.
 
-        The samples arrive at the calls that asked for them, with finish reason `abort`. Raise UnknownRequestError if a
-        request or sample is not running, unless `missing_ok`; the other requests are ended even so.
+        The samples arrive, with their tokens so far and finish reason `abort`, at the calls that asked for them. Raise
+        UnknownRequestError if a request or sample is not running, unless `missing_ok`; the other requests end anyway.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -344,7 +343,7 @@ class AsyncRolloutClient:
         return reply.num_samples
 
     async def abort_all(self) -> int:
-        """End all requests of this client, the oldest first, as `abort` does. Return how many samples this ended."""
+        """End all requests of this client, the oldest first, as `abort` does. Return the number of ended samples."""
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:

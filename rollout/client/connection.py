@@ -165,7 +165,7 @@ class Listener(Protocol):
 
 
 class Line:
-    """A line to `address`. `server_public_key`, `client_key`: as for a client."""
+    """A line to `address`. It reconnects after a lost connection. `server_public_key`, `client_key`: as for a client."""
 
     def __init__(self, address: str, server_public_key: Key | None, client_key: Key | None, listener: Listener) -> None:
         check_address(address, has_keys=server_public_key is not None)
@@ -259,7 +259,7 @@ class Line:
             self._listener.heard(frame.bytes)
 
     def _check_worker(self, frame: zmq.Frame) -> None:
-        """Raise ForbiddenError if there are no keys and the frame comes from a process of another user."""
+        """Raise ForbiddenError if there are no keys, and the frame comes from a user other than this one and root."""
         if self._keys is not None:
             return
         uid = int(str(frame.get("Peer-Address")).split(":")[1])

@@ -63,7 +63,7 @@ class Membership(Protocol):
     """A source of the current members of a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Return the members, each name once. Called often, from any thread: it must not wait."""
+        """Return the members, each name once. Called often, from any thread: it must not block."""
         ...
 
 

@@ -66,9 +66,9 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Interval at which late workers of a push are checked. Clients check more often, and then send them no requests."""
+"""Interval of checks of workers that joined during a push. Clients check more often, and send them no requests."""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
-"""Errors of greeting a worker that does not answer, still loads its model, or has failed."""
+"""Errors when greeting a worker that does not answer, still loads its model, or has failed."""
 
 ANSWER_SECONDS = 5.0
 """Time to answer a greeting. A worker answers at once, even while it computes, unless it is stopped."""
@@ -325,7 +325,7 @@ class WeightPublisher:
           after a restart.
         - `allow_older`: accept any version. Samples of different weights may then carry the same version.
         - `adapters`: of a PEFT model send only A and B, and `modules_to_save`, to workers that already have the other
-          weights, from their checkpoint or from a push without `adapters`. Checksums verify that. They do not notice
+          weights, from their checkpoint or from a push without `adapters`. Checksums verify this, but do not notice
           changes of a frozen weight through `.data`.
 
         A PEFT model is sent as it is. Workers add its LoRA adapter to its weights, as an aligned forward pass does.

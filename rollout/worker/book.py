@@ -70,7 +70,7 @@ def check_admission(
     ledger: Ledger,
     max_model_len: int | None,
 ) -> None:
-    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError unless it can be accepted."""
+    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError if it is refused."""
     _check_state(conditions, config)
     num_samples = message.params.n if isinstance(message, Generate) else 1
     if num_samples > config.max_n:
@@ -653,7 +653,7 @@ class RequestBook:
     # Steps that several of these share.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors, unless an abort of it is still pending."""
+        """Submit the entry's successors, unless it is open and some of it was, or will be, aborted."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):

@@ -86,7 +86,7 @@ def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) ->
 
 
 def _text_bytes(*texts: str | None) -> int:
-    """Return a size limit that does not change: `sys.getsizeof` would change once a text is also stored as UTF-8."""
+    """Return a limit on the texts' size. `sys.getsizeof` would give more once a text is also stored as UTF-8."""
     return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
 
 

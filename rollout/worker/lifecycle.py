@@ -88,7 +88,7 @@ class Standing:
         return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
 
     def overwritten(self, is_whole: bool) -> Standing:
-        """Return the standing while (`is_whole` False) or after the weights are overwritten."""
+        """Return the standing during (`is_whole` False) or after (True) an overwrite of the weights."""
         return replace(self, is_dirty=not is_whole)
 
 

@@ -436,7 +436,7 @@ class Pushes:
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # another worker cannot borrow the push from this one any more
+            raise ending()  # the trainer then counts this worker, and memory that others were to map, as lost
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
