@@ -165,7 +165,7 @@ class Listener(Protocol):
 
 
 class Line:
-    """A line to `address`. It reconnects after a lost connection. `server_public_key`, `client_key`: as for a client."""
+    """A line to `address`, with reconnection. `server_public_key`, `client_key`: as for a client."""
 
     def __init__(self, address: str, server_public_key: Key | None, client_key: Key | None, listener: Listener) -> None:
         check_address(address, has_keys=server_public_key is not None)
