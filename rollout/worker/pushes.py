@@ -547,7 +547,7 @@ def check_begin(
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
             f"begin_push: version {call.weight_version} is not later than {served_version}, which this worker serves; "
-            "push a later one, or set allow_older if samples of both may be confused",
+            "push a later one, or set allow_older if samples need not be told apart by version",
             field="weight_version",
             value=call.weight_version,
             limit=served_version + 1,

@@ -549,7 +549,9 @@ class Worker:
 
     def _abort_open_requests(self) -> None:
         if self._vitals.info is None:
-            self._fail_everything(UnavailableError("worker: shut down before its model had loaded; use another worker"))
+            self._fail_everything(
+                UnavailableError("worker: was shut down before its model had loaded; use another worker")
+            )
         elif self._ending.is_aborting:
             self._fail(TimeoutError(f"the engine did not abort all requests within {ABORT_SECONDS} s"))
         else:
