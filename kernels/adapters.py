@@ -1,8 +1,8 @@
-"""Models of PEFT: which weights a LoRA adapter (Hu et al. 2022) is added to, and which modules are trained whole.
+"""Models of PEFT: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
 
-What such a model computes with is, for each weight, `Backend.merge` of the weight, A and B, all of them in the dtype of
-the forward pass; and of a module in `modules_to_save` the active copy. Knows PEFT by its modules, and does not import
-it.
+A PEFT model computes with two kinds of changed weights. A weight with an adapter becomes `Backend.merge` of the weight,
+A and B, all three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active
+copy. This module recognizes PEFT's classes by module and name, and does not import PEFT.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
-# What a LoraConfig has where it computes what `Backend.merge` does; other fields that change that are empty there.
+# LoraConfig fields and the values with which PEFT computes the same as `Backend.merge`. The fields in _EMPTY change the
+# computation too, and must be empty.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
-# Fields that say which modules are adapted, how A, B and the scale begin, or how the adapter is stored; and those of
-# kinds of LoRA that PEFT computes in classes or variants of its own, which `adapter_of` finds in the modules.
+# Fields that do not change the computation, or are checked elsewhere. Some say which modules are adapted, how A, B and
+# the scale are initialized, or how the adapter is stored. The others belong to kinds of LoRA that PEFT computes in
+# classes or variants of their own; `adapter_of` finds these in the modules.
 _UNDERSTOOD = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "fan_in_fan_out"),
@@ -38,7 +40,7 @@ _UNDERSTOOD = {
 
 
 class Adapter(NamedTuple):
-    """What is added to a weight [N, K]: scale * (b [N, R] times a [R, K])."""
+    """A LoRA adapter of a weight [N, K]. It adds scale * (b times a) to the weight; `a` is [R, K], `b` is [N, R]."""
 
     a: Tensor
     b: Tensor
@@ -47,10 +49,10 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptedTensors:
-    """The tensors of a PEFT model by the names that its base model has without PEFT.
+    """The tensors of a PEFT model, under the names that its base model has without PEFT.
 
-    `tensors`: all of them, without adapters; `replaced`: those among them that are of `modules_to_save`; `adapters`: by
-    the names of the weights that they are added to.
+    `tensors`: all tensors, without adapters. `replaced`: the names of the tensors that come from active copies of
+    modules in `modules_to_save`. `adapters`: the adapters, each under the name of the weight that it changes.
     """
 
     tensors: Mapping[str, Tensor]
@@ -58,8 +60,9 @@ class AdaptedTensors:
     adapters: Mapping[str, Adapter]
 
     def merged(self, dtype: torch.dtype, own: Mapping[str, torch.dtype], ops: Backend) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in its `own` dtype or else in `dtype`, with the adapters in the weights; gathered, where they
-        are sharded.
+        """Yield every tensor, with adapters merged into the weights.
+
+        A tensor has the dtype that `own` gives for its name, or else `dtype`. Sharded tensors are gathered.
         """
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -70,26 +73,26 @@ class AdaptedTensors:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise AlignmentError for a model of PEFT that computes anything but W + scale * B A, or copies of modules."""
+    """Raise AlignmentError if a PEFT model computes anything but W + scale * B A and active copies of modules."""
     active = list(_read(model, "active_adapters"))
     if len(active) != 1:
         raise AlignmentError(
-            f"adapters: expected one that is active, found {', '.join(active) or 'none'}; call set_adapter with one"
+            f"adapters: expected one active adapter, found {', '.join(active) or 'none'}; activate one with set_adapter"
         )
     config = _read(model, "peft_config")[active[0]]
     for field in (*_PLAIN, *_EMPTY):
         found, plain = _read(config, field), _PLAIN.get(field)
         if found != plain and (plain or found):
             raise AlignmentError(
-                f"{field}: expected {plain or 'none'} of an adapter, found {getattr(found, 'value', found)!r}; train "
-                "LoRA of linear layers alone, without dropout or biases, or merge it into the weights first"
+                f"{field}: expected {plain or 'none'} for an adapter, found {getattr(found, 'value', found)!r}; use "
+                "LoRA of linear layers only, without dropout or biases, or merge the adapter into the weights first"
             )
     _check_fields(config)
     check_modules(model.get_base_model())
 
 
 def _check_fields(config: Any) -> None:
-    """Raise AlignmentError for a field of a LoraConfig that is not known here and does not have its default."""
+    """Raise AlignmentError if a LoraConfig sets a field that this module does not know to anything but its default."""
     for field in fields(config):
         if field.name in _UNDERSTOOD or field.name in _PLAIN or field.name in _EMPTY:
             continue
@@ -100,7 +103,7 @@ def _check_fields(config: Any) -> None:
 
 
 def _read(of_peft: Any, name: str) -> Any:
-    """An attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT does not have it."""
+    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT does not have it."""
     try:
         return getattr(of_peft, name)
     except AttributeError:
@@ -108,8 +111,9 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Raise AlignmentError for what PEFT put into a model, with or without one of its own around it, that computes
-    anything but W + scale * B A, or copies of modules.
+    """Raise AlignmentError if a module of PEFT in `base` computes anything but W + scale * B A or an active copy.
+
+    `base` is the model without PEFT's own wrapper around it; it may never have had one.
     """
     for prefix, module in _outermost(base):
         name = prefix.removesuffix(".")
@@ -118,27 +122,29 @@ def check_modules(base: nn.Module) -> None:
 
 
 def check_tie(base: Any, is_tied: bool) -> None:
-    """Raise AlignmentError for a base model whose head is trained apart from the embedding that it `is_tied` to."""
+    """Raise AlignmentError if the config ties head and embedding (`is_tied`), but the two are trained apart."""
     head, embedding = current(base.lm_head), base.model.embed_tokens
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(
-            "lm_head: expected the embedding's own weights, as the model's config says, found others, which no worker "
-            "of this model has; leave both out of modules_to_save and target_modules"
+            "lm_head: expected the embedding's weights, since the model's config ties them, found separate weights, "
+            "which no worker of this model has; leave both out of modules_to_save and target_modules"
         )
 
 
 def _check_kind(module: nn.Module, name: str) -> None:
     if plain_class(type(module)).__module__.startswith("peft.") and _kind(module) not in _OF_PEFT:
         raise AlignmentError(
-            f"{name}: expected LoRA of a linear layer, or a module to save, found {'.'.join(_kind(module))}; leave it "
-            "out of target_modules"
+            f"{name}: expected LoRA of a linear layer, or a module in modules_to_save, found "
+            f"{'.'.join(_kind(module))}; leave it out of target_modules"
         )
 
 
 def trained(module: nn.Module) -> Any:
-    """The module whose parameters count: the one inside an adapter, or the active copy of a module to save. Raise
-    AlignmentError for another module of PEFT.
+    """Return the module that holds the trained weight: the layer inside an adapter, the active copy of a module in
+    `modules_to_save`, or the module itself.
+
+    Raise AlignmentError for any other module of PEFT.
     """
     module = current(module)
     _check_kind(module, "adapter")
@@ -146,7 +152,7 @@ def trained(module: nn.Module) -> Any:
 
 
 def current(module: Any) -> Any:
-    """The active copy of a module to save, or the module itself."""
+    """Return the active copy of a module in `modules_to_save`; return any other module itself."""
     if _kind(module) != _WRAPPER:
         return module
     copies = _read(module, "modules_to_save")
@@ -155,21 +161,22 @@ def current(module: Any) -> Any:
 
 
 def copies_of(module: Any) -> list[nn.Module]:
-    """All modules of which one is `current` at a time."""
+    """Return all modules that `current` can return for this module."""
     if _kind(module) != _WRAPPER:
         return [module]
     return [_read(module, "original_module"), *_read(module, "modules_to_save").values()]
 
 
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
-    """The adapter that a module adds to its weight; None if it has none, or it is disabled.
+    """Return the adapter that a module adds to its weight, or None if there is none or it is disabled.
 
-    Raise AlignmentError, which calls the module `name`, if it is not the active one alone, or not plain LoRA.
+    Raise AlignmentError, with `name` for the module, if the adapter is merged, if several adapters are active, or if
+    the adapter is not plain LoRA.
     """
     if _kind(module) != _LINEAR:
         return None
     if _read(module, "merged"):
-        raise AlignmentError(f"{name or 'adapter'}: expected one that is not merged, found one that is; unmerge it")
+        raise AlignmentError(f"{name or 'adapter'}: expected an unmerged adapter, found a merged one; unmerge it")
     adapters = _read(module, "lora_A")
     active = _active(module, adapters)
     if active is None:
@@ -177,13 +184,13 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
     b, dropout = _read(module, "lora_B")[active], getattr(_read(module, "lora_dropout")[active], "p", 0.0)
     if active in _read(module, "lora_variant") or b.bias is not None or dropout != 0.0:
         raise AlignmentError(
-            f"{name or 'adapter'}: expected plain LoRA without dropout and bias, found another kind; train it so"
+            f"{name or 'adapter'}: expected plain LoRA without dropout and bias, found another kind; use plain LoRA"
         )
     return Adapter(adapters[active].weight, b.weight, _read(module, "scaling")[active])
 
 
 def read_tensors(model: Any) -> AdaptedTensors:
-    """The tensors of a model of PEFT, as they are trained. Raise AlignmentError as `check_adapters` does."""
+    """Return the trained tensors of a PEFT model. Raise AlignmentError in the cases of `check_adapters`."""
     check_adapters(model)
     reshard(model)
     tensors: dict[str, Tensor] = {}
@@ -201,8 +208,9 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The module and those inside it with what their names begin with, but not what is inside modules of PEFT. What
-    wraps one of them has no part in its name.
+    """Yield a module and the modules inside it, each with the prefix of its parameters' names.
+
+    The modules inside modules of PEFT are left out. A served wrapper around a module adds nothing to its prefix.
     """
     while (inside := within(module)) is not None:
         module = inside
@@ -212,20 +220,20 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
-    """What a weight becomes by `ops`, with A and B in its dtype; the weight itself where there is no adapter."""
+    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; `weight` if there is none."""
     if adapter is None:
         return weight
     return ops.merge(weight, adapter.a.to(weight.dtype), adapter.b.to(weight.dtype), adapter.scale)
 
 
 def _active(module: Any, among: Any) -> str | None:
-    """The active adapter of a PEFT module, if it is `among` those that it has. Raise AlignmentError for several."""
+    """Return the active adapter of a PEFT module that is `among` the given ones. Raise AlignmentError for several."""
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:
         return None
     if len(active) > 1:
         raise AlignmentError(
-            f"adapters: expected one that is active, found {', '.join(active)}; call set_adapter with one"
+            f"adapters: expected one active adapter, found {', '.join(active)}; activate one with set_adapter"
         )
     return active[0]
 
@@ -235,6 +243,6 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """The module and the name of its class, which an aligned class shares with the one that it is made of."""
+    """Return the module and the name of a module's class. An aligned class has those of the class it was made from."""
     found = plain_class(type(module))
     return found.__module__, found.__name__

@@ -1,8 +1,8 @@
-"""The arguments of an aligned model's forward pass: which ones it serves, ignores or refuses.
+"""The arguments of an aligned model's forward pass: which ones are served, ignored or refused.
 
-This is an allow-list. An argument of transformers that is not in it is refused: in a signature by `check_signature`,
-when a model is aligned, and in a call by `check_call`. So no release of transformers can give an aligned model an
-argument that it would ignore.
+The module is an allow-list: an argument of transformers that is not listed is refused. `check_signature` refuses it in
+a signature, when a model is aligned; `check_call` refuses it in a call. So an aligned model never silently ignores an
+argument that a new release of transformers adds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
-# Used by transformers' own code around the decoder, which computes the loss from our logits.
+# Read by transformers' code around the decoder, which computes the loss from the aligned model's logits.
 OF_THE_HEAD = frozenset(
     {"labels", "logits_to_keep", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels"}
 )
-# A hint about memory, and what packed sequences tell flash attention beside their `position_ids`.
+# A hint about memory, and boundaries of packed sequences for flash attention that repeat `position_ids`.
 IGNORED = frozenset({"use_cache", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 BOUNDARIES = frozenset({"cu_seq_lens_q", "seq_idx"})
 CACHES = frozenset({"past_key_values", "cache"})
-# Refused unless they have the value by which they ask for nothing.
+# Refused unless the value is None or the one given here, which requests nothing.
 REFUSED: Mapping[str, Any] = {
     **dict.fromkeys(CACHES | {"inputs_embeds"}),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), False),
@@ -35,17 +35,17 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_signature(original: type) -> None:
-    """Raise AlignmentError if the forward pass of this class of transformers has an argument that is not known here."""
+    """Raise AlignmentError if the forward pass of this transformers class has an argument that is not in KNOWN."""
     unknown = [name for name in _parameters(original.forward) if name not in KNOWN]
     if unknown:
-        what = f"{original.__name__}.forward takes {', '.join(unknown)}, whose meaning trueroll does not know"
+        what = f"{original.__name__}.forward takes {', '.join(unknown)}, which trueroll does not know"
         raise AlignmentError(untested("transformers", what))
 
 
 def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `forward`, an unbound method of transformers, by name.
+    """Return the arguments of a call of `forward`, an unbound method of transformers, by name.
 
-    Raise AlignmentError for one that is refused or not known and has another value than its default, or None; and for
+    Raise AlignmentError for a refused or unknown argument with a value other than None or the default, and for
     boundaries of packed sequences without `position_ids`.
     """
     parameters = _parameters(forward)
@@ -61,7 +61,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
     if without and given.get("position_ids") is None:
         raise AlignmentError(
-            f"position_ids: missing beside {', '.join(without)}; give position_ids that are 0 where a sequence begins"
+            f"position_ids: missing beside {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
         )
     return given
 
@@ -78,6 +78,6 @@ def _refusal(name: str, value: Any) -> str:
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of an unbound method's arguments without `self`, in the order of positional ones."""
+    """Return the names of an unbound method's arguments without `self`, in positional order."""
     _, *named = inspect.signature(forward).parameters.values()
     return tuple(parameter.name for parameter in named if parameter.kind not in _VARIADIC)

@@ -1,14 +1,15 @@
-"""The ops of a layer, and those of the head, with gradients: `GradientOps`.
+"""The ops of a layer and of the head, with gradients: `GradientOps`.
 
-The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is torch's, in the dtype
-of the forward pass, apart from rotation, recomputed logits and recomputed inner rows of experts, which are ops too; it
-promises gradients within rounding. That of a recurrence recomputes it in float32, in chunks of `_CHUNK` tokens whose
-closed form torch differentiates, so that a state is kept for each chunk and not for each token. Both ignore autocast,
-which would change a dtype in between; the caller casts.
+The forward pass of each op is the backend's op, so it gives the bits of a rollout. The backward pass uses torch in the
+dtype of the forward pass and promises gradients within rounding. Three parts of it are backend ops too: rotations,
+recomputed logits and recomputed inner rows of experts. The backward pass of a recurrence recomputes it in float32, in
+chunks of `_CHUNK` tokens. Each chunk has a closed form that torch differentiates, so one state is kept per chunk
+instead of one per token. Both passes ignore autocast, which would change dtypes in between; the caller casts.
 
-M: rows, which are tokens of any number of sequences. The floating-point tensors of a call share one dtype and device
-where nothing else is said. Owns nothing: a weight is put into the backend's layout anew for each call, since not every
-change of a weight can be noticed: one through `.data` does not raise torch's version counter.
+M is the number of rows, which are tokens of any number of sequences. The floating-point tensors of a call share one
+dtype and device unless stated otherwise. The module owns no state. Each call packs a weight into the backend's layout
+anew, since not every change of a weight can be detected: a change through `.data` does not raise torch's version
+counter.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpe
 _BLOCK_SIZE = 16
 # Any size gives the same gradients within rounding.
 _CHUNK = 64
-# The most memory that the logits of a backward pass take at once, if those of one row fit in.
+# The most bytes of logits that a backward pass holds at once. One row of logits is held even if it is larger.
 _LOGITS_BYTES = 2**27
 
 
@@ -68,7 +69,7 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Product(Function):
-    """`product(x, weight, *bias)`, an op of the backend; x [M, K], weight [N, K], bias [N] or nothing."""
+    """`product(x, weight, *bias)`, an op of the backend, for x [M, K], weight [N, K] and an optional bias [N]."""
 
     @staticmethod
     @_without_autocast
@@ -91,7 +92,7 @@ class _Product(Function):
 
 
 class _Merge(Function):
-    """A weight with an adapter in it. The gradient passes through its rounding as if there were none."""
+    """A weight with a merged adapter. The gradient treats the rounding of the merged weight as the identity."""
 
     @staticmethod
     @_without_autocast
@@ -162,7 +163,7 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Those of gate and up, from that of their `gate_mul`, all of one shape."""
+    """Return the gradients of gate and up from the gradient of `gate_mul(gate, up)`. All tensors have one shape."""
     if activation == "sigmoid":
         sigmoid = torch.sigmoid(gate)
         return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
@@ -175,7 +176,10 @@ def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
 
 
 def _clamped_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """In float32. g * sigmoid(slope * g) is SiLU of slope * g, over the slope; what is clamped has no gradient."""
+    """Return the gradients of gate and up for `clamped_silu`, computed in float32.
+
+    g * sigmoid(slope * g) is SiLU(slope * g) / slope. A clamped element has gradient 0.
+    """
     wide, raised = gate.float().clamp(max=CLAMP) * CLAMPED_SLOPE, up.float().clamp(-CLAMP, CLAMP) + 1.0
     grad_gate = torch.ops.aten.silu_backward(grad * raised, wide).where(gate <= CLAMP, 0.0)
     grad_up = (grad * F.silu(wide) / CLAMPED_SLOPE).where(up.abs() <= CLAMP, 0.0)
@@ -196,7 +200,7 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """That of a softmax whose other elements are not read: the choice itself has no gradient."""
+        """Return the gradient of the softmax that gives the gates. The choice of experts has no gradient."""
         logits, experts, gates = ctx.saved_tensors
         products = gates * grad
         share = products.sum(-1, keepdim=True)
@@ -209,7 +213,7 @@ class _Route(Function):
 
 
 class _Experts(Function):
-    """`Backend.experts`. Matrices [E, rows, columns] and biases [E, rows] of gate_up and down; biases may be None."""
+    """`Backend.experts`, with matrices [E, rows, columns] and biases [E, rows] (or None) of gate_up and down."""
 
     @staticmethod
     @_without_autocast
@@ -236,7 +240,7 @@ class _Experts(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Expert by expert, whose inner rows are computed again: none are kept from the forward pass."""
+        """Compute gradients expert by expert, and recompute each expert's inner rows: the forward pass keeps none."""
         experts, x, gates, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
@@ -265,7 +269,10 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Those of x [M, H], gates [M, 1], as [M], and the four parameters of one expert, from that of its M rows."""
+    """Return the gradients for one expert's M rows: of x [M, H], of the gates [M], and of the expert's four parameters.
+
+    `gates` is [M, 1]; `grad` is the gradient of the M output rows.
+    """
     gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, 1)
     inner, ungated = ops.gate_mul(gate, up, activation), grad @ down
     grad_gates = (ungated.float() * inner.float()).sum(-1)
@@ -277,7 +284,7 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(expert, its rows, and its places in them) of each of the `count` experts that has rows in `experts` [M, k]."""
+    """Yield (expert, rows, places in these rows) for each of the `count` experts that occurs in `experts` [M, k]."""
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
     for expert, found in enumerate(order.split(counts)):
@@ -287,9 +294,9 @@ def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of `lens` tokens each, all of which are rows, one sequence after the other.
+    """Sequences of `lens` tokens, packed one after the other as rows.
 
-    `positions` int64 [M]: of each row in its sequence, from 0 on.
+    `positions`: int64 [M], the position of each row in its sequence, from 0.
     """
 
     lens: Sequence[int]
@@ -297,12 +304,14 @@ class Packed:
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
-        """Sequences of these lengths, with their positions on `device`."""
+        """Return sequences of these lengths, with their positions on `device`."""
         return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
 
     @cached_property
     def batch(self) -> AttentionBatch:
-        """Every row attends to the rows of its sequence up to itself, in a cache where each has blocks of its own."""
+        """The attention batch: every row attends to its sequence's rows up to itself. Each sequence has its own cache
+        blocks.
+        """
         counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
         first = counts.cumsum(0) - counts
         tables = first[:, None] + torch.arange(int(counts.max()), device=counts.device)
@@ -314,18 +323,18 @@ class Packed:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where in the cache each row's key and value stand: int64 [M]."""
+        """The cache slot of each row's key and value: int64 [M]."""
         lens = torch.tensor(self.lens, device=self.positions.device)
         return self.batch.block_tables[:, 0].repeat_interleave(lens) * _BLOCK_SIZE + self.positions
 
     @cached_property
     def states(self) -> StateBatch:
-        """Each sequence begins, and leaves its state in a slot of its own."""
+        """The state batch: each sequence starts from zeros and leaves its state in its own slot."""
         slots = torch.arange(len(self.lens), device=self.positions.device)
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """The sequences by length, so that a group padded to its longest has less than twice its tokens."""
+        """Group the sequences by length. A group padded to its longest sequence has less than twice its tokens."""
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
             alike[length.bit_length()].append(i)
@@ -358,7 +367,7 @@ class _Attention(Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         lens = list(ctx.packed.lens)
-        *saved, sinks = ctx.saved_tensors  # a checkpointed layer lets them be read once
+        *saved, sinks = ctx.saved_tensors  # a checkpointed layer allows only one read
         inputs = [x.split(lens) for x in saved]
         outputs = [torch.empty_like(x) for x in saved]
         places = [x.split(lens) for x in outputs]
@@ -375,10 +384,10 @@ class _Attention(Function):
 
 
 def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
-    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding. And
-    that of `sinks` [heads], float32, if there are some.
+    """Return the gradients of q, k and v, and float32 gradients of `sinks` [heads] if there are sinks.
 
-    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
+    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D]. Sequences are padded on the right, where
+    causal attention never lets a real query see the padding.
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
@@ -390,7 +399,7 @@ def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: A
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attention by torch: q [B, heads, T, D], k and v [B, kv_heads, T, D], sinks [heads]."""
+    """Compute attention with torch: q [B, heads, T, D], k and v [B, kv_heads, T, D], sinks [heads]."""
     length = q.shape[2]
     is_whole = spec.window is None or spec.window >= length
     is_plain = spec.soft_cap is None and sinks is None
@@ -431,7 +440,7 @@ class _Convolution(Function):
 
 
 def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Those of the inputs of `function`, computed in float32 and rounded to the inputs' dtypes."""
+    """Return the gradients of the inputs of `function`, computed in float32 and rounded to the dtypes of the inputs."""
     wide = [x.float().requires_grad_() for x in (y.detach().clone() for y in inputs)]
     with torch.enable_grad():
         out = function(*wide)
@@ -440,7 +449,7 @@ def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]
 
 
 def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """`Backend.convolve` of sequences that begin, x [M, C] and weight [C, 1, K], by torch."""
+    """Compute `Backend.convolve` with torch for sequences without a tail: x [M, C], weight [C, 1, K]."""
     out, size = torch.zeros_like(x), weight.shape[2]
     for back in range(size):
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where((positions >= back)[:, None], 0.0)
@@ -481,7 +490,7 @@ class _DeltaRule(Function):
 def _recur(
     qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor, spec: DeltaNetSpec, packed: Packed
 ) -> Tensor:
-    """`Backend.delta_rule` of sequences that begin, by torch: [M, value_heads, V]."""
+    """Compute `Backend.delta_rule` with torch for sequences that start from zero states: [M, value_heads, V]."""
     q, k, v = qkv.split([spec.key_size, spec.key_size, spec.value_size], 1)
     q, k = (x.unflatten(1, (spec.num_key_heads, -1)) for x in (q, k))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
@@ -498,10 +507,10 @@ def _recur(
 
 
 def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
-    """What queries read from states that begin with zeros: [B, heads, T, V].
+    """Return the outputs of a delta rule that starts from zero states: [B, heads, T, V].
 
-    q and k [B, heads, T, K], v [B, heads, T, V]. `logs` of the decays and `rates` of the changes [B, heads, T]; padding
-    on the right is zeros.
+    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs` (of the decays) and `rates` (of the changes) are [B,
+    heads, T]. The padding on the right is zeros.
     """
     state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):
@@ -511,10 +520,10 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 
 
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """What the queries of a chunk read, and the state after it (Yang et al. 2024).
+    """Return the outputs of a chunk and the state after it (Yang et al. 2024).
 
-    Token i changes the state by k_i u_i^T, with u_i = rate_i (v_i - what k_i reads): from the state before the chunk,
-    and from what tokens j < i changed, both decayed until i. These equations are triangular in u.
+    Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - what k_i reads). k_i reads the state before the
+    chunk and the changes of the tokens j < i, both decayed until i. These equations are triangular in u.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]
@@ -528,16 +537,17 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
 
 
 def _decays_between(logs: Tensor) -> Tensor:
-    """e^(the sum of the logs after j up to i), [..., T, T] with i first; 0 for j > i. No differences of sums are taken,
-    which would lose the small ones beside the large.
+    """Return e^(the sum of the logs after j up to i) as [..., T, T] with i first; 0 for j > i.
+
+    Differences of cumulative sums are avoided: they would lose small terms beside large ones.
     """
     each = logs[..., None].expand(*logs.shape, logs.shape[-1]).tril(-1)
     return each.cumsum(-2).exp().tril()
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
-    """The log-prob of one token of each row."""
-    # Beyond float32 it is infinite, which torch.full refuses.
+    """Return a request for the log-prob of one token in each row."""
+    # A temperature beyond float32 becomes infinite here; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)
     rows = torch.arange(len(token_ids), device=token_ids.device)
@@ -556,7 +566,7 @@ class _LogProbs(Function):
         temperature: float,
         found: Tensor | None = None,
     ) -> Tensor:
-        """`found`: the log-probs, if they were computed before."""
+        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
@@ -567,15 +577,16 @@ class _LogProbs(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, for some rows at a time.
+        """Apply d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
-        The probabilities are those of the op's own logits: what differs from them by rounding is far off when it is
-        divided by a low temperature.
+        The probabilities come from the op's own logits. Logits that differ from them by rounding would be far off after
+        the division by a low temperature.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        # Without rows zeros, not None: the ranks of a trainer reduce the gradients of the same weights.
+        # Without rows the gradient is zeros, not None, since the ranks of a trainer reduce gradients of the same
+        # weights.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
@@ -592,24 +603,24 @@ class _LogProbs(Function):
 
 @dataclass(frozen=True)
 class GradientOps:
-    """The ops of `backend` with gradients. Those of `layer.LayerOps`, on plain tensors for weights, and what a decoder
-    needs beside its layers.
+    """The ops of `backend` with gradients: the ops of `layer.LayerOps`, with plain tensors as weights, and the ops that
+    a decoder needs outside its layers.
     """
 
     backend: Backend
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """`Backend.merge`. The gradient of the merged weight is held only until those of a and b are computed."""
+        """`Backend.merge`. The gradient of the merged weight is freed once the gradients of a and b are computed."""
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
+        """Multiply x [M, K] by weight [N, K] transposed and add bias [N]: [M, N]."""
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
     def project_back(
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """`Backend.project_back`. The backward pass is that of `linear`, whatever the number of pieces."""
+        """`Backend.project_back`. The backward pass is the one of `linear`, for any number of pieces."""
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)
@@ -618,24 +629,26 @@ class GradientOps:
         return out if residual is None else out + residual
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-        """x [M, H] over its root mean square, times weight [H], or 1 + weight: [M, H]."""
+        """Divide x [M, H] by its root mean square and multiply by weight [H], or by 1 + weight: [M, H]."""
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """x [M, heads, D] rotated by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
+        """Rotate x [M, heads, D] by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
         return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(linear(x, gate)) * linear(x, up), gate and up [I, H]: [M, I]."""
+        """Return activation(linear(x, gate)) * linear(x, up) for gate and up [I, H]: [M, I]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up of tensors of one shape."""
+        """Return activation(gate) * up for tensors of one shape."""
         return _GateMul.apply(self.backend, gate, up, activation)  # type: ignore[return-value]
 
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts, int32 [M, top_k], and their gates, float32, of logits [M, E]; those `chosen`, if given, which have
-        the same shape and ascend in each row. The choice has no gradient, the gates have.
+        """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
+
+        `chosen`: experts to use instead of the best ones, in the same shape, ascending in each row. The gates have
+        gradients; the choice has none.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 
@@ -648,7 +661,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """What the experts of each row, as `route` gives them, make of x [M, H], and `shared` added: [M, H].
+        """Apply each row's experts, as `route` returns them, to x [M, H] and add `shared`: [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
@@ -656,14 +669,18 @@ class GradientOps:
         return _Experts.apply(self.backend, spec, weights, experts, x, gates, shared, *parameters)  # type: ignore[return-value]
 
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
-        """SiLU of a causal convolution of each channel within each sequence: x [M, C], weight [C, 1, K]; [M, C]."""
+        """Apply SiLU to a causal convolution of each channel of x [M, C] within each sequence: [M, C].
+
+        `weight` is [C, 1, K].
+        """
         return _Convolution.apply(self.backend, x, weight, packed)  # type: ignore[return-value]
 
     def delta_rule(
         self, qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, packed: Packed
     ) -> Tensor:
-        """The recurrence of a gated delta net from the beginning of each sequence: qkv [M, channels], b and a
-        [M, value_heads]; returns [M, value_heads, V].
+        """Run the recurrence of a gated delta net from the start of each sequence: [M, value_heads, V].
+
+        `qkv` is [M, channels]; `b` and `a` are [M, value_heads].
         """
         gates = weights.decay, weights.bias
         return _DeltaRule.apply(self.backend, qkv, b, a, *gates, spec, weights, packed)  # type: ignore[return-value]
@@ -671,26 +688,29 @@ class GradientOps:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D], and `sinks` [heads] if the
-        spec has some; returns [M, heads, D].
+        """Causal attention within each sequence: [M, heads, D].
+
+        q is [M, heads, D], k and v are [M, kv_heads, D]. `sinks` is [heads] if the spec has sinks.
         """
         return _Attention.apply(self.backend, q, k, v, sinks, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
+        """Return the logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
     def log_probs(self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-        """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
+        """Return the log-prob of one token (int64 [M]) after each row of hidden [M, H], with weight [V, H]: float32
+        [M].
 
-        float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
+        The log-probs are at `temperature`. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as
+        many bytes of probabilities.
         """
         return _LogProbs.apply(self.backend, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
 
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """What `log_probs` gives, with the entropy and the k most probable tokens of each row, without gradient."""
+        """Return `log_probs`, and without gradient the entropy and the k most probable tokens of each row."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)
             found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]

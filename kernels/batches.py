@@ -1,4 +1,4 @@
-"""Batches as trainers have them, padded or packed, as rows: which tokens there are, and which experts they go to."""
+"""Trainers' batches, padded or packed, as rows: which tokens they contain, and which experts the tokens go to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .autograd import Packed
 from .specs import DecoderSpec
 
 OWN_CHOICE = -1
-"""In place of the experts of a token that goes where the model sends it."""
+"""Stands in place of an expert's id for a token that goes to the experts the model chooses."""
 
 
 def locate(
@@ -23,10 +23,11 @@ def locate(
     lengths: Sequence[int] | None,
     position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Packed]:
-    """The flat indices of the tokens of `input_ids` [B, T] that are not padding, or of all of packed ones [M], which
-    have `lengths`; and the sequences that they make.
+    """Return the flat indices of the real tokens of a batch, and the sequences they form.
 
-    Raise AlignmentError for shapes that do not fit together, and for a batch without tokens.
+    A padded batch has `input_ids` [B, T] and `attention_mask`. A packed one has `input_ids` [M] and the `lengths` of
+    its sequences; all of its tokens are real. Raise AlignmentError for shapes that do not fit together, and for a batch
+    without tokens.
     """
     if lengths is None:
         return unpad(input_ids, attention_mask, position_ids)
@@ -39,12 +40,10 @@ def locate(
 def unpad(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Packed]:
-    """`locate` of padded tokens, where a sequence begins with each row of `input_ids`, and wherever `position_ids` are
-    0.
-    """
+    """`locate` for padded tokens. A sequence begins at each row of `input_ids`, and wherever `position_ids` is 0."""
     indices = _unpadded_indices(input_ids, attention_mask)
     if not len(indices):
-        raise AlignmentError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
+        raise AlignmentError("attention_mask: expected tokens that are not padding, found none; skip such batches")
     begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
     if position_ids is None:
         return indices, _sequences(begins)
@@ -56,34 +55,35 @@ def unpad(
     packed = _sequences(begins | (given == 0))
     if not torch.equal(given, packed.positions):
         raise AlignmentError(
-            "position_ids: expected to count up from 0 in each sequence, found something else; leave them out, and "
+            "position_ids: expected positions that count up from 0 in each sequence, found others; leave them out, and "
             "mark padding in attention_mask"
         )
     return indices, packed
 
 
 def spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """`found` [M, ...] at flat `places` of [*shape, ...], which is 0 elsewhere."""
+    """Return `found` [M, ...] scattered to flat `places` of [*shape, ...]; all other elements are 0."""
     spread = found.new_zeros(shape.numel(), *found.shape[1:]).index_copy(0, places, found)
     return spread.view(*shape, *found.shape[1:])
 
 
 def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
-    """Raise AlignmentError unless `found` has the shape of input_ids."""
+    """Raise AlignmentError unless `found` has the `expected` shape, which is that of input_ids."""
     if found.shape != expected:
         raise AlignmentError(
-            f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; one entry per token"
+            f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; pass one entry per token"
         )
 
 
 def read_routes(
     routed_experts: Tensor, spec: DecoderSpec, shape: torch.Size, indices: Tensor, packed: Packed
 ) -> Tensor:
-    """The experts of the tokens at flat `indices` into `shape`, that of input_ids: int32 [layers with experts, M,
-    top_k], ascending in each row. A sequence's last token is fed to no worker, so what is there for it is not read: its
-    row is of OWN_CHOICE.
+    """Return the experts of the tokens at flat `indices` of a batch: int32 [layers with experts, M, top_k], ascending
+    in each row.
 
-    Raise AlignmentError for a model without experts, and for what are not `routed_experts` of it.
+    `shape`: the shape of input_ids. No worker is fed the last token of a sequence, so its entries in `routed_experts`
+    are not read and its row is OWN_CHOICE. Raise AlignmentError for a model without experts, and for `routed_experts`
+    that do not fit the model.
     """
     if not spec.experts:
         raise AlignmentError(
@@ -102,31 +102,31 @@ def read_routes(
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
     if found.shape != shape:
         raise AlignmentError(
-            f"routed_experts: expected {list(shape)}, the shape of input_ids with layers of experts and experts per "
-            f"token, found {list(found.shape)}; give a row for each token, also for those whose row is not read"
+            f"routed_experts: expected {list(shape)}, which is input_ids' shape, layers with experts and experts per "
+            f"token, found {list(found.shape)}; pass a row for every token, even where the row is not read"
         )
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise AlignmentError(f"routed_experts: expected integers, found {found.dtype}; give the ids of experts")
+        raise AlignmentError(f"routed_experts: expected integers, found {found.dtype}; pass the ids of experts")
 
 
 def _check_ids(routes: Tensor, count: int) -> None:
-    """`routes`: ascending in each row."""
+    """Raise AlignmentError unless all ids are below `count` and differ within a row. `routes` ascends in each row."""
     wrong = routes[(routes < 0) | (routes >= count)]
     if len(wrong):
         raise AlignmentError(
-            f"routed_experts: expected ids from 0 to {count - 1}, found {int(wrong[0])}; give those of this model, and "
-            "mark padding in attention_mask"
+            f"routed_experts: expected ids from 0 to {count - 1}, found {int(wrong[0])}; pass the ids of this model's "
+            "experts, and mark padding in attention_mask"
         )
     twice = (routes[..., 1:] == routes[..., :-1]).any(-1)
     if twice.any():
         raise AlignmentError(
-            f"routed_experts: expected different experts in each row, found {routes[twice][0].tolist()}; give rows of "
-            "all tokens but the last of each sequence, and mark padding in attention_mask"
+            f"routed_experts: expected different experts in each row, found {routes[twice][0].tolist()}; pass a row "
+            "for each token but the last of each sequence, and mark padding in attention_mask"
         )
 
 
 def _sequences(begins: Tensor) -> Packed:
-    """Sequences that begin where `begins` (bool [M]) says, the first of them at 0."""
+    """Return the sequences that begin where `begins` (bool [M]) is True. The first element must be True."""
     starts = [*begins.nonzero().flatten().tolist(), len(begins)]
     return Packed.of([end - start for start, end in pairwise(starts)], begins.device)
 
@@ -147,6 +147,6 @@ def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Se
         raise AlignmentError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
         raise AlignmentError(
-            f"lengths: expected at least 1 each and {list(input_ids.shape)} in sum, the shape of input_ids, found "
-            f"{list(lengths)[:8]} with sum {sum(lengths)}; give one for each packed sequence"
+            f"lengths: expected one length of at least 1 for each packed sequence, and in sum the size of input_ids, "
+            f"{list(input_ids.shape)}, found {list(lengths)[:8]} with sum {sum(lengths)}; correct the lengths"
         )

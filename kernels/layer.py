@@ -1,6 +1,6 @@
-"""What a layer computes: its arithmetic, written once over the ops.
+"""The arithmetic of a layer, written once over the ops.
 
-A worker binds it to a backend and its memory (`run_layers`), a trainer to ops with gradients (`training`). A backend
+A worker runs it on a backend with its memory (`run_layers`), a trainer on ops with gradients (`training`). A backend
 that fuses steps, or runs of layers, gives the bits of this definition.
 """
 
@@ -42,22 +42,23 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape, held=...): the weight of that name, a `Weight` for two dimensions and else a tensor, `held` as its
-`WeightSpec` says. With `layout`, a `StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or
-biases, [E, rows], in the order of `ExpertsWeights`."""
+"""get(name, *shape, held=...): return the weight of that name, a `Weight` for two dimensions and a tensor otherwise,
+held as the `WeightSpec` says. With `layout`, a `StackLayout`: return the matrices of a layer's experts, of shape [E,
+rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
+"""
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
-"""attend(hidden, spec, weights): what the heads make of hidden states [M, H], [M, heads * D]."""
+"""attend(hidden, spec, weights): return the heads' outputs [M, heads * D] for hidden states [M, H]."""
 
 Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
-"""recur(qkv, b, a, spec, weights): `delta_rule` of the convolution of qkv [M, channels], [M, value_heads, V]."""
+"""recur(qkv, b, a, spec, weights): return `delta_rule` of the convolution of qkv [M, channels]: [M, value_heads, V]."""
 
 Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
-"""choose(logits, spec): the experts of each row and their gates, as `Backend.route` gives them."""
+"""choose(logits, spec): return the experts of each row and their gates, in the form of `Backend.route`."""
 
 
 class LayerOps(Protocol):
-    """The ops of a layer: those of `Backend`, whose matrices are `Weight`, or the same with gradients, for tensors."""
+    """The ops of a layer: either those of `Backend`, on `Weight` matrices, or ops with gradients, on plain tensors."""
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 
@@ -84,12 +85,12 @@ class LayerOps(Protocol):
     ) -> Tensor: ...
 
 
-# Names of the weights outside layers, and where a layer's begin.
+# Names of the weights outside layers, and the prefix of the names inside layers.
 EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers"
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """A layer of weights, each of which `get` makes or finds, always in the same order."""
+    """Return a layer with weights from `get`, which is always called in the same order."""
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
@@ -162,20 +163,21 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1: for backends that compute no other number."""
+    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1. For backends that support no other number."""
     if pieces != 1:
-        raise ConfigError(f"project_back: this backend computes 1 piece (got {pieces}); use the backend reference")
+        raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
-    """x [M, H] times `scale`, which is rounded to x's dtype first: [M, H]."""
+    """Return x [M, H] times `scale`, which is first rounded to x's dtype: [M, H]."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
 
 
 def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) -> Rotation:
-    """The rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: that of `spec`, as a tensor.
+    """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
+    `spec.inv_freq`.
 
-    With equal numbers on all axes it has the bits of these numbers alone.
+    If all axes have equal positions, the bits are those of [M] positions.
     """
     if positions.ndim == 1:
         return ops.rotation(positions, inv_freq, spec.scale)
@@ -187,7 +189,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
 
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:
-    """Hidden states [M, H] after a layer, from x [M, H]."""
+    """Return the hidden states [M, H] after a layer, from x [M, H]."""
     spec, mlp = layer.spec, layer.mlp
     hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
     if isinstance(spec.mixer, AttentionSpec):
@@ -206,7 +208,7 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
-    """What the experts of each row, and the shared one, make of x [M, H]: [M, H]."""
+    """Return the sum of the outputs of each row's experts and the shared expert, for x [M, H]: [M, H]."""
     weights = cast(ExpertsWeights, layer.mlp)
     experts, gates = choose(ops.linear(x, weights.router, weights.router_bias), spec)
     shared = None
@@ -231,7 +233,7 @@ def _added(
     after: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x plus the product of `inner` with `weight`, normed if there is a norm after it."""
+    """Return x plus the product of `inner` with `weight`. The product is normed first if there is a norm `after` it."""
     if after is None:
         return ops.project_back(inner, weight, x, bias, layer.pieces)
     return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, layer.pieces), after, layer.spec.norm)
@@ -240,9 +242,9 @@ def _added(
 def project(
     ops: LayerOps, x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H].
+    """Return queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H].
 
-    With an output gate its values too, behind each head's query: [M, heads, 2 * D].
+    With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
     """
     biases = weights.biases or (None, None, None)
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
@@ -258,9 +260,9 @@ def project(
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """What heads attend to, by their gate if they have one: [M, heads * D].
+    """Return the heads' attention outputs, multiplied by the output gate if there is one: [M, heads * D].
 
-    `q`: queries as `project` gives them. `attend`: attention of queries [M, heads, D], in that shape.
+    `q`: queries from `project`. `attend`: computes the attention of queries [M, heads, D], in that shape.
     """
     if not spec.output_gate:
         return attend(q).flatten(1)
@@ -269,7 +271,7 @@ def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tenso
 
 
 def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
-    """What the heads make of hidden states x [M, H]: [M, value_size]."""
+    """Return the outputs of the heads for hidden states x [M, H]: [M, value_size]."""
     qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
     out = recur(qkv, b, a, spec, weights)
     normed = ops.rmsnorm(out.reshape(-1, spec.value_head_dim), weights.norm, spec.norm)
@@ -279,7 +281,7 @@ def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWe
 def _project_delta_net(
     ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v side by side [M, channels], z [M, value_size], b and a [M, value_heads] of hidden states x [M, H]."""
+    """Return q, k and v side by side [M, channels], z [M, value_size], and b and a [M, value_heads] of x [M, H]."""
     products = [ops.linear(x, weight) for weight in weights.inputs]
     if not spec.joined:
         qkv, z, b, a = products
@@ -292,7 +294,7 @@ def _project_delta_net(
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """x [M, heads * D], normed in pieces of the weight's size."""
+    """Return x [M, heads * D], normed in pieces of the weight's size."""
     return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
 
 
@@ -306,7 +308,7 @@ def run_layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    """`Backend.layers` by the other ops."""
+    """Compute `Backend.layers` with the other ops."""
     records = iter(()) if routes is None else iter(routes)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
@@ -327,7 +329,7 @@ def run_layers(
         def recur(
             qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, memory: Memory = memory
         ) -> Tensor:
-            assert states is not None, "a delta net goes on from states"
+            assert states is not None, "a delta net needs states"
             state, tails = memory
             qkv = ops.convolve(qkv, weights.convolution, tails, states)
             return ops.delta_rule(qkv, b, a, spec, weights, state, states)

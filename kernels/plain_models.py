@@ -1,4 +1,4 @@
-"""Models of transformers as trainers have them: of which family they are, and what they compute."""
+"""transformers models as trainers hold them: which family they belong to, and what they compute."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .wrappers import plain_class
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether it is a model of a family, and a decoder alone."""
+    """Return whether the model belongs to a family and is a decoder only."""
     return _is_of_family(model) and hasattr(getattr(model, "model", None), "embed_tokens")
 
 
 def is_aligned(module: Any) -> bool:
-    """Whether `training.align` gave this module another forward pass."""
-    return "_aligned" in vars(module)  # hasattr would ask the module inside of a wrapper, too
+    """Return whether `training.align` replaced this module's forward pass."""
+    return "_aligned" in vars(module)  # hasattr would also ask a module inside a wrapper
 
 
 def describe_plain(model: Any) -> DecoderSpec:
-    """What a model of a family computes, of which nothing is aligned. Raise AlignmentError for any other."""
+    """Return the spec of an unaligned model of a family. Raise AlignmentError for any other model."""
     if not _is_of_family(model):
         names = ", ".join(sorted(families()))
         raise AlignmentError(
@@ -32,8 +32,8 @@ def describe_plain(model: Any) -> DecoderSpec:
     _check_layout(model)
     if not is_decoder(model):
         raise AlignmentError(
-            f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
-            "AutoModelForCausalLM"
+            f"model: expected a text decoder, found {type(model).__name__}, which has more parts; load its text model "
+            "with AutoModelForCausalLM"
         )
     if any(map(is_aligned, model.modules())):
         raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
@@ -48,7 +48,7 @@ def _is_of_family(model: Any) -> bool:
 
 
 def _check_layout(model: Any) -> None:
-    """Raise AlignmentError for a decoder of transformers whose parts have other names than those that are read here."""
+    """Raise AlignmentError for a transformers decoder with missing or renamed parts."""
     name = plain_class(type(model)).__name__
     if not name.endswith("ForCausalLM"):
         return

@@ -1,11 +1,11 @@
-"""Every op in plain torch, on any device: the definition, and what other backends are tested against.
+"""Every op in plain torch, on any device: the definition that other backends are tested against.
 
-How it keeps the contract: torch picks its matrix kernels by shape, so no product here ever has a shape that
-depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`,
-float32 sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time.
-A recurrence takes one token of every sequence at a time and adds elementwise, in halves (`_sum`).
-Elementwise functions are limited to those whose vector code and scalar tail agree (exp, log, log1p, cos, sin and
-exactly rounded arithmetic; not silu or sigmoid).
+How it keeps the contract: torch chooses its matrix kernels by shape, so no product here has a shape that depends on the
+number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums
+into pieces of `DEPTH_TILE`. Attention multiplies matrices of a single fixed shape, many at a time. A recurrence
+processes one token of every sequence at a time and adds elementwise, in halves (`_sum`). Elementwise functions are
+limited to those with equal bits in torch's vector code and scalar tail: exp, log, log1p, cos, sin and exactly rounded
+arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
 MERGE_TILE = 2**16
-# GELU by a tanh is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE + GELU_CUBIC x^2).
+# The tanh approximation of GELU is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE +
+# GELU_CUBIC x^2).
 GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = GELU_SLOPE * 0.044715
 
@@ -63,14 +64,14 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """The vector instructions torch uses on this CPU, and in which precisions it may multiply float32 instead."""
+    """Return torch's vector instructions on this CPU, and any reduced precisions it may use for float32 products."""
     places = [torch.backends.mkldnn, *([torch.backends.cuda] if torch.cuda.is_available() else [])]
     precisions = {place.matmul.fp32_precision for place in places} - {"none", "ieee"}
     return ", ".join([f"torch {torch.backends.cpu.get_cpu_capability()}", *sorted(precisions)])
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    """Nothing is compiled here."""
+    """Do nothing: no kernels are compiled here."""
 
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
@@ -102,15 +103,17 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _whole_columns(x: Tensor) -> Tensor:
-    """x [M, K] with zeros up to a multiple of COLUMN_UNIT. On AMX, torch's products of half precision read what lies
-    behind a row, times zero: a NaN in the next row would be in this one too.
+    """Pad x [M, K] with zeros to a multiple of COLUMN_UNIT columns.
+
+    On AMX, torch's half-precision products read past the end of a row and multiply by zero. A NaN in the next row would
+    then spread to this one.
     """
     padding = 0 if x.dtype == torch.float32 else -x.shape[1] % COLUMN_UNIT
     return F.pad(x, (0, padding)) if padding else x
 
 
 def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
-    """x [M, K] padded with zero rows and cut into at least one tile [ROW_TILE, K]."""
+    """Pad x [M, K] with zero rows and cut it into at least one tile [ROW_TILE, K]."""
     padding = -len(x) % ROW_TILE if len(x) else ROW_TILE
     return F.pad(x, (0, 0, 0, padding)).split(ROW_TILE)
 
@@ -121,8 +124,10 @@ def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | No
 
 
 def _multiply(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """tile @ weight.T + bias. MKL shares long float32 sums among its threads, so that their bits depend on how many
-    there are: they are cut into pieces that it leaves whole.
+    """Return tile @ weight.T + bias.
+
+    MKL splits long float32 sums among its threads, so their bits depend on the number of threads. Such sums are cut
+    into pieces that MKL does not split.
     """
     if tile.dtype != torch.float32:
         return F.linear(tile, weight, bias)
@@ -205,7 +210,7 @@ def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tu
     scores = wide.gather(1, chosen.long())
     shared_by = scores if spec.normed else wide
     peak = shared_by.amax(-1, keepdim=True)
-    # A plain sum of one row shares it among threads; a running one takes its elements in order.
+    # A plain sum of one row is split among threads; a running sum adds its elements in order.
     return chosen, torch.exp(scores - peak) / torch.exp(shared_by - peak).cumsum(-1)[:, -1:]
 
 
@@ -293,8 +298,8 @@ def paged_attention(
 class _EqualQueries:
     """Attention for sequences with the same number of queries, longest context first.
 
-    All products are q tile [TILE, D] by keys [D, KV_SPLIT] and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D]. The
-    rows of a tile are (query, head of the group) pairs that share one key-value head.
+    All products are a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D].
+    The rows of a tile are (query, head) pairs of a group of heads that shares one key-value head.
     """
 
     num_queries: int
@@ -312,7 +317,7 @@ class _EqualQueries:
         return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """q: float32 [U, num_queries, heads, D], scaled; returns the same shape."""
+        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D], in the same shape."""
         units, queries, heads, size = q.shape
         kv_heads = self.k_cache.shape[2]
         group = heads // kv_heads
@@ -324,12 +329,12 @@ class _EqualQueries:
         return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(q.shape)
 
     def _row_positions(self, num_rows: int, group: int) -> Tensor:
-        """Absolute positions [U, num_rows] of the rows' queries; padding rows repeat the last one."""
+        """Return the absolute positions [U, num_rows] of the rows' queries. Padding rows repeat the last query."""
         query = (torch.arange(num_rows, device=self.tables.device) // group).clamp(max=self.num_queries - 1)
         return (self.context_lens - self.num_queries)[:, None] + query
 
     def _fold_splits(self, rows: Tensor, positions: Tensor, group: int) -> Tensor:
-        """Online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D]."""
+        """Compute online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D]."""
         out = torch.zeros_like(rows)
         total = torch.zeros_like(rows[..., :1])
         peak = torch.full_like(total, -torch.inf)
@@ -347,22 +352,24 @@ class _EqualQueries:
         return out / total
 
     def _of_rows(self, values: Tensor, group: int, rows: Tensor) -> Tensor:
-        """The `values` [heads] of the heads of rows: [kv_heads, tiles, TILE, 1]."""
+        """Spread per-head `values` [heads] over the rows: [kv_heads, tiles, TILE, 1]."""
         _, kv_heads, tiles, tile, _ = rows.shape
         heads = torch.arange(tiles * tile, device=values.device) % group
         return values.view(kv_heads, group)[:, heads].view(kv_heads, tiles, tile, 1)
 
     def _first_split(self) -> int:
-        """The first key of the first split that any query sees: the first query of the shortest context does."""
+        """Return the start of the first split that any query sees. The first query of the shortest context sees
+        furthest back.
+        """
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """The first tile with a query that sees key `start`, in the sequence that sees it earliest."""
+        """Return the first tile with a query that sees key `start`. The longest context sees the key earliest."""
         first_query = start - (self.contexts[0] - self.num_queries)
         return max(0, first_query) * group // tile
 
     def _reduce_split(self, start: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(peak, total, out) over keys [start, start + KV_SPLIT); the peak is -inf for rows that see none of them."""
+        """Return (peak, total, out) over keys [start, start + KV_SPLIT). The peak of rows that see no key is -inf."""
         keys, values = self._gather(start, rows.shape[0])
         distance = positions[..., None] - torch.arange(start, start + KV_SPLIT, device=rows.device)
         visible = (distance >= 0) & (distance < self.window)
@@ -372,9 +379,9 @@ class _EqualQueries:
         return peak, weights.sum(-1, keepdim=True), _weighted_values(weights, values, visible)
 
     def _gather(self, start: int, units: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
+        """Return keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
 
-        Places past a context repeat its last token, so that what another sequence left in a block is never read.
+        Places past a context repeat its last token, so values that another sequence left in a block are never read.
         """
         _, block_size, kv_heads, _ = self.k_cache.shape
         tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)
@@ -385,7 +392,7 @@ class _EqualQueries:
 
 
 def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
-    """soft_cap * tanh(scores / soft_cap), by exponentials; `scores` themselves without a cap."""
+    """Return soft_cap * tanh(scores / soft_cap), computed with exponentials; the scores themselves without a cap."""
     if soft_cap is None:
         return scores
     decay = torch.exp(scores.abs() * (-2.0 / soft_cap))
@@ -393,12 +400,12 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """float32 [*rows.shape, D]: rows [0, blocks * block_size * kv_heads) of a cache."""
+    """Return rows [0, blocks * block_size * kv_heads) of a cache by index: float32 [*rows.shape, D]."""
     return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The partial softmax `left` with the split `right` added; rows that see nothing of the split keep their bits."""
+    """Fold the split `right` into the partial softmax `left`. Rows that see nothing of the split keep their bits."""
     (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
     seen = right_peak != -torch.inf
     peak = torch.maximum(left_peak, right_peak)
@@ -409,7 +416,7 @@ def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """The sums of values [units, heads, KV_SPLIT, D]; a value that is no number reaches only rows that see it."""
+    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value reaches only rows that see it."""
     broken = ~values.isfinite()
     if not broken.any():
         return _multiply_alike(weights, values)
@@ -419,7 +426,7 @@ def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor
 
 
 def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
-    """rows [U, heads, tiles, TILE, A] by one matrix [A, B] for each (unit, head), in products of one shape."""
+    """Multiply rows [U, heads, tiles, TILE, A] by a matrix [A, B] for each (unit, head), in products of one shape."""
     units, heads, tiles, _, _ = rows.shape
     rows, matrices = rows.flatten(0, 1), matrices.flatten(0, 1)
     if tiles == 1:
@@ -433,7 +440,7 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
     kept, starts = tails.shape[1], batch.starts.to(x.device)
     sequence = torch.arange(len(batch.reads), device=x.device)
-    # Each sequence's tail stands before its rows.
+    # The rows of each sequence follow its tail.
     first_tails = (starts[:-1] + kept * sequence)[:, None] + torch.arange(kept, device=x.device)
     places = torch.arange(len(x), device=x.device) + kept * sequence.repeat_interleave(starts.diff())
     rows = x.new_empty(len(x) + first_tails.numel(), x.shape[1])
@@ -446,7 +453,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
 
 
 def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
-    """What `slots` of a memory [slots, ...] hold: [N, ...], zeros for NO_SLOT."""
+    """Return the contents of `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
     is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
     return memory[slots.clamp(min=0)].masked_fill(is_fresh, 0.0)
 
@@ -478,7 +485,9 @@ def delta_rule(
 
 
 def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 queries and keys [M, value_heads, K, 1] of length 1 / sqrt(K) and 1, and values [M, value_heads, V]."""
+    """Return float32 queries and keys [M, value_heads, K, 1], of norm 1 / sqrt(K) and 1, and values [M, value_heads,
+    V].
+    """
     q, k, v = qkv.float().split([spec.key_size, spec.key_size, spec.value_size], 1)
     q, k = (part.unflatten(1, (spec.num_key_heads, -1, 1)) for part in (q, k))
     q, k = (part * torch.rsqrt(_sum(part * part) + L2_EPS)[..., None] for part in (q, k))
@@ -487,7 +496,7 @@ def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
-    """By what each token multiplies states, [M, value_heads, 1, 1], and which part it changes, [M, value_heads, 1]."""
+    """Return each token's decay of the states, [M, value_heads, 1, 1], and its update rate, [M, value_heads, 1]."""
     wide = a.float() + weights.bias.float()
     softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
     decays = torch.exp(-torch.exp(weights.decay.float()) * softplus)
@@ -495,14 +504,14 @@ def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tens
 
 
 def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
-    """The sequences by their number of rows, and these numbers."""
+    """Return the sequences in descending order of their number of rows, and these numbers."""
     counts = [end - start for start, end in pairwise(batch.query_starts)]
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
     return order, [counts[i] for i in order]
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """The sum of [..., K, V] over K: the second half is added to the first until one is left."""
+    """Sum [..., K, V] over K: add the second half to the first until one element is left."""
     while (count := terms.shape[-2]) > 1:
         half = (count + 1) // 2
         first, second = terms[..., :half, :], terms[..., half:, :]
@@ -541,7 +550,9 @@ def _tiles(wanted: Wanted) -> list[Wanted]:
 
 
 def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens, the logits that their log-probs are of, and whether their own are finite."""
+    """Return the token ids, the logits that their log-probs are computed from, and whether the tokens' logits are
+    finite.
+    """
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
     rows = (wanted.targets == SAMPLE).nonzero().flatten()
@@ -560,7 +571,7 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
     terms = (torch.exp(log_probs) * -log_probs).masked_fill(log_probs == -torch.inf, 0.0)
     ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
     at_token = log_probs.gather(1, token_ids[:, None]).squeeze(1)
-    # A plain sum of one row shares it among threads; a running one takes its elements in order.
+    # A plain sum of one row is split among threads; a running sum adds its elements in order.
     return TokenStatistics(at_token, terms.cumsum(-1)[:, -1], ids, log_probs.gather(1, ids))
 
 
@@ -583,9 +594,10 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [M, vocab_size].
+    """Return standard Gumbel noise, float32 [M, vocab_size].
 
-    -log(E) with E = -log1p(-u) exponential: small u, which decide the winner, keep their full float32 resolution.
+    The noise is -log(E), with E = -log1p(-u) exponential. A small u, which decides the winner, keeps its full float32
+    resolution.
     """
     uniform = (philox(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
@@ -595,9 +607,10 @@ _MASK = 0xFFFFFFFF
 
 
 def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
+    """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
-    Key: the two halves of the seed. Counter: (id // 4, low and high half of the position, 0). Word id % 4 is taken.
+    The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half, 0). Id takes
+    word id % 4.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

@@ -1,7 +1,8 @@
-"""Routes of a rollout in the plain forward pass of transformers, for trainers that are not aligned.
+"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers that are not aligned.
 
-There a single other choice of a router changes a log-prob by more than all rounding does; to replay the choices of the
-rollout (Ma et al. 2025) leaves the rounding alone. An aligned model takes routes in `training.token_log_probs`.
+In such a trainer, a single different choice of a router changes a log-prob by more than all rounding does. Replaying
+the rollout's choices (Ma et al. 2025) leaves only the rounding. An aligned model takes the choices in
+`training.token_log_probs`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from .specs import DecoderSpec, ExpertsSpec
 def replayed(
     model: Any, routed_experts: Tensor, attention_mask: Tensor | None = None, lengths: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """While it is open, `model(...)` sends each token of one batch to the given experts. Their gates are those that the
-    routers' own logits give them, and have gradients.
+    """Context in which `model(...)` sends each token of one batch to the given experts.
 
-    `model`: a transformers model of a family that a worker serves, itself and not a wrapper, which may be what is
-    called. `routed_experts` (integers): [B, T, layers with experts, experts per token] for padded tokens [B, T], with
-    the `attention_mask` that the forward pass gets unless there is no padding; or [M, ...] for packed ones [1, M], with
-    the `lengths` of the sequences. Padding, and the last token of each sequence, go where the model sends them: what is
-    there for them is not read. Keep it open until the backward pass is done where layers are checkpointed, which
-    computes them again.
+    The gates follow from the routers' own logits, and have gradients.
 
-    Raise AlignmentError for a model that is aligned or of no family, for routes that are none, or of another model, and
-    in a forward pass of another number of tokens.
+    `model`: a transformers model of a family that a worker serves, without its wrapper. The call itself may go to a
+    wrapper of it. `routed_experts` (integers): [B, T, layers with experts, experts per token] for padded tokens [B, T],
+    with the forward pass's `attention_mask` unless there is no padding; or [M, ...] for packed tokens [1, M], with the
+    `lengths` of the sequences. Padding and the last token of each sequence go to the experts the model chooses; their
+    entries are not read. With checkpointed layers, which are recomputed in the backward pass, keep the context open
+    until the backward pass is done.
+
+    Raise AlignmentError for a model that is aligned or of no family, for `routed_experts` that do not fit the model,
+    and in a forward pass with another number of tokens.
     """
     spec = describe_plain(model)
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
@@ -51,11 +53,11 @@ def replayed(
 def _spread_routes(
     routed_experts: Tensor, spec: DecoderSpec, attention_mask: Tensor | None, lengths: Sequence[int] | None
 ) -> Tensor:
-    """The routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
+    """Return the routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
     if routed_experts.dim() != (4 if lengths is None else 3):
         raise AlignmentError(
             "routed_experts: expected [B, T, layers with experts, experts per token], or with lengths [M, ...], found "
-            f"{list(routed_experts.shape)}; give a row for each token"
+            f"{list(routed_experts.shape)}; pass a row for each token"
         )
     shape = routed_experts.shape[:-2]
     indices, packed = locate(routed_experts.new_empty(shape), attention_mask, lengths)
@@ -72,12 +74,12 @@ def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
 
 
 def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's (logits [N, E], gates [N, top_k], experts [N, top_k]), with other experts."""
+    """Return a router's output, (logits [N, E], gates [N, top_k], experts [N, top_k]), with the replayed experts."""
     logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
         raise AlignmentError(
-            f"routed_experts: expected a forward pass of the {len(route)} tokens that they are of, found "
-            f"{len(logits)}; open replayed around each batch, with its own"
+            f"routed_experts: expected a forward pass of the {len(route)} tokens that they describe, found one of "
+            f"{len(logits)}; open replayed around each batch, with that batch's experts"
         )
     route = route.to(own.device)
     experts = torch.where(route == OWN_CHOICE, own, route)
@@ -87,7 +89,7 @@ def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: A
 
 
 def _check_output(output: Any, router: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Raise AlignmentError unless a router of transformers returned logits, gates and experts."""
+    """Return logits, gates and experts from a router's output. Raise AlignmentError if it has another form."""
     if isinstance(output, tuple) and len(output) == 3:
         logits, gates, own = output
         if gates.shape == own.shape and logits.shape[:-1] == own.shape[:-1] and not own.is_floating_point():

@@ -1,4 +1,4 @@
-"""The choice of a backend for a model on a device. Each backend says itself what it cannot serve, and why."""
+"""Select the backend for a model on a device. Each backend decides which models it cannot serve, and why."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ BACKENDS = ("cpu", "triton", "reference")
 
 @dataclass(frozen=True)
 class SelectedBackend:
-    """The backend for a model. `note`: why a faster one is not used, or empty.
+    """The backend for a model.
 
-    `can_capture`: whether a CUDA graph can hold its calls.
+    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can hold the backend's
+    calls.
     """
 
     name: str
@@ -31,14 +32,13 @@ class SelectedBackend:
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None = None
 ) -> SelectedBackend:
-    """The backend called `name`, or the best one for the device and the decoder if `name` is `auto`. `spec`: of the
-    decoder; None for ops alone.
+    """Return the backend called `name`. For `auto`, return the best one for the device and the decoder.
 
-    Raise ConfigError if there is no such backend, if it cannot serve the decoder, or if TRUEROLL_CPU_ISA names an
-    instruction set that this machine does not have.
+    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if there is no such backend, if it cannot serve
+    the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
     """
     if name not in ("auto", *BACKENDS):
-        raise ConfigError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}; name one of them")
+        raise ConfigError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}; choose one of them")
     fastest = "cpu" if device.type == "cpu" else "triton"
     wanted = fastest if name == "auto" else name
     if wanted == "reference":
@@ -52,7 +52,7 @@ def select_backend(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Why the backend cannot serve such a decoder, or an empty string."""
+    """Return why the backend cannot serve such a decoder, or an empty string."""
     from . import cpu, triton
 
     return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)

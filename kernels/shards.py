@@ -1,6 +1,6 @@
-"""A weight that is a part of a checkpoint's tensor, and how checkpoints and pushes write it.
+"""A weight that holds a part of a checkpoint's tensor.
 
-`Shard` takes tensors and elements as the checkpoint has them, and keeps those of its own part.
+`Shard` accepts tensors and elements in the checkpoint's layout, and keeps those of its own part.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .specs import Slice
 
 
 class Shard:
-    """A `Weight` of the checkpoint's shape that has memory for a part alone: `own`, a tensor, a backend's weight, or a
-    `Stack`.
+    """A `Weight` of the checkpoint's shape that stores only a part of the tensor.
 
-    `shape`: of the checkpoint's tensor. A source of `copy_` is whole, and so are the indices of `put_`; what lies
-    outside the part is left out.
+    `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. `shape`: the shape of the
+    checkpoint's whole tensor. The source of `copy_` and the indices of `put_` refer to the whole tensor; elements
+    outside the part are dropped.
     """
 
     def __init__(self, own: Any, part: Slice) -> None:
@@ -30,21 +30,21 @@ class Shard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of the elements."""
         return self.own.dtype
 
     @property
     def nbytes(self) -> int:
-        """The memory that the part takes."""
+        """The bytes of memory that the part takes."""
         return self.own.nbytes
 
     @property
     def length(self) -> int:
-        """Of the part, along its axis."""
+        """The length of the part along its axis."""
         return self.own.shape[self.part.dim]
 
     def copy_(self, source: Tensor | Shard) -> None:
-        """Stores its part of a whole tensor, or a shard of the same part. Raise ValueError for another shape."""
+        """Store this part of a whole tensor, or a shard of the same part. Raise ValueError for another shape."""
         if source.shape != self.shape:
             raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
         if isinstance(source, Shard):
@@ -53,7 +53,7 @@ class Shard:
             self.own.copy_(source.narrow(self.part.dim, self.part.start, self.length))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrites those of the elements at flat indices (int64) into `shape` that are in the part."""
+        """Overwrite the elements at flat indices (int64) into `shape`; indices outside the part are ignored."""
         inner = math.prod(self.shape[self.part.dim + 1 :])
         row = index // inner
         place = row % self.part.total - self.part.start
@@ -62,7 +62,7 @@ class Shard:
         self.own.put_(own[is_own], source[is_own])
 
     def narrow(self, dim: int, start: int, length: int) -> Shard:
-        """Rows [start, start + length) of the whole, as far as they are in the part, sharing memory. `dim` is 0."""
+        """Return rows [start, start + length) of the whole tensor, as a shard that shares memory. `dim` is 0."""
         if self.part.dim != 0:
             return Shard(self.own.narrow(0, start, length), self.part)
         begin, end = max(start, self.part.start), min(start + length, self.part.start + self.length)
@@ -71,5 +71,5 @@ class Shard:
         return Shard(self.own.narrow(0, begin - self.part.start, end - begin), Slice(0, begin - start, length))
 
     def to_dense(self) -> Tensor:
-        """The values of the part, as a tensor."""
+        """Return the values of the part as a tensor."""
         return self.own.to_dense()

@@ -1,7 +1,7 @@
-"""What a decoder is made of, as plain numbers: the one description that worker and trainer read.
+"""The description of a decoder in plain numbers, which worker and trainer both read.
 
-A family (`families`) makes a `DecoderSpec` of a config.json. `layer` defines what a layer of such a spec computes,
-`contract` the ops that it is made of, and each backend says which specs it serves.
+A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines what a layer of a spec computes, and
+`contract` defines the ops it uses. Each backend says which specs it serves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class RotationSpec:
-    """A rotary embedding (Su et al. 2021). `inv_freq`: the float32 frequencies of the pairs of a head that turn.
-    `scale`: multiplies cosines and sines. `axes`: where positions have several axes, such as time, row and column
-    (Wang et al. 2024, Qwen2-VL), the one that turns each pair; (): the first one turns all.
+    """A rotary embedding (Su et al. 2021).
+
+    `inv_freq`: the float32 frequencies of a head's rotated pairs. `scale`: multiplies cosines and sines. `axes`: for
+    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis that rotates each
+    pair; () if the first axis rotates all pairs.
     """
 
     inv_freq: tuple[float, ...]
@@ -40,13 +42,13 @@ class RotationSpec:
 class AttentionSpec:
     """Causal attention with grouped heads.
 
-    `scale`: multiplies the scores. `rotation`: which of the decoder's rotations turns q and k. `window`: a query sees
-    so many tokens, itself included; None: all before it. `soft_cap`: a score s becomes soft_cap * tanh(s / soft_cap).
-    `qk_norm`: of q and k before they are rotated, each head by itself or, with `qk_norm_over_heads`, all heads at once.
-    `output_gate`: what a head attends to is multiplied by the sigmoid of a gate, which the product with q's weights
-    gives behind each head's query. `rotated`: how many elements of a head are rotated, the first ones; None: all.
-    `sinks`: each head has one score more, a weight, that takes its part of the softmax and has no value (Xiao et al.
-    2023). `o_bias`: the product that leads back to hidden states has a bias.
+    `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
+    tokens a query sees, itself included; None for all tokens up to it. `soft_cap`: a score s becomes soft_cap * tanh(s
+    / soft_cap). `qk_norm`: the norm of q and k before rotation, of each head or, with `qk_norm_over_heads`, of all
+    heads at once. `output_gate`: a head's output is multiplied by the sigmoid of a gate. The product with q's weights
+    gives the gate after each head's query. `rotated`: how many of a head's elements are rotated, from the first on;
+    None for all. `sinks`: each head has an additional score, a weight, that takes a share of the softmax and has no
+    value (Xiao et al. 2023). `o_bias`: the product back to hidden states has a bias.
     """
 
     num_heads: int
@@ -67,12 +69,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class DeltaNetSpec:
-    """A gated delta net (Yang et al. 2024) behind a short causal convolution: a mixer whose memory is a state.
+    """A gated delta net (Yang et al. 2024) after a short causal convolution: a mixer with a state as its memory.
 
-    Each value head has a state [key_head_dim, value_head_dim]; value heads in a row share a key head, each key head as
-    many. `kernel_size`: tokens that the convolution of q, k and v sees, this one included. `norm`: of each head's
-    output, before a gate multiplies it. `joined`: q, k, v and that gate are the product of one matrix, and the gates of
-    the recurrence that of another, whose rows go key head by key head; else each of the four has a matrix.
+    Each value head has a state [key_head_dim, value_head_dim]. Consecutive value heads share a key head, the same
+    number for each. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current
+    one. `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from
+    one matrix, and the gates of the recurrence from a second one, with rows ordered by key head. Otherwise there are
+    four matrices: one for q, k and v, and one for each gate.
     """
 
     num_key_heads: int
@@ -85,27 +88,27 @@ class DeltaNetSpec:
 
     @property
     def key_size(self) -> int:
-        """Of the keys of all heads, and of the queries."""
+        """The total size of the keys of all heads, which is also that of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """Of the values of all heads, and of their gate."""
+        """The total size of the values of all heads, which is also that of the output gate."""
         return self.num_value_heads * self.value_head_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v side by side."""
+        """The number of channels of the convolution: q, k and v side by side."""
         return 2 * self.key_size + self.value_size
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of what a sequence's recurrence has come to, in float32."""
+        """The shape of a sequence's recurrent state, in float32."""
         return self.num_value_heads, self.key_head_dim, self.value_head_dim
 
     @property
     def tail_shape(self) -> tuple[int, int]:
-        """Of the last inputs of a sequence's convolution, in the model's dtype."""
+        """The shape of a sequence's tail, the last inputs of its convolution, in the model's dtype."""
         return self.kernel_size - 1, self.channels
 
 
@@ -119,13 +122,13 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of gated MLPs (Shazeer et al. 2017): each token goes to `top_k` of `num_experts`, whose outputs are
-    added, each times its gate.
+    """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts`; their outputs are
+    multiplied by gates and added.
 
-    `normed`: the gates are the softmax over the router's scores of the chosen experts, not over those of all.
-    `shared_size`: the intermediate size of a further expert, which all tokens go through, times the sigmoid of a score
-    of its own; 0: none. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the experts'
-    matrices as [columns, rows], and rows of gate and up in turn.
+    `normed`: the gates are the softmax over the router's scores of the chosen experts only, instead of all experts.
+    `shared_size`: the intermediate size of a shared expert, which all tokens pass through and which is multiplied by
+    the sigmoid of its own score; 0 if there is none. `bias`: the router and the experts have biases. `transposed`:
+    checkpoints hold the experts' matrices as [columns, rows], with rows of gate and up alternating.
     """
 
     num_experts: int
@@ -140,9 +143,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A mixer of tokens and an MLP, or experts, each added to what went into it.
+    """A mixer of tokens followed by an MLP or experts. Each adds its output to its input.
 
-    `norm` stands before what each of them reads, after what it adds, or at both places.
+    `norm` stands before each of the two, after each of them, or in both places.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -152,8 +155,8 @@ class LayerSpec:
     norm_after: bool = False
 
 
-# The weights of a layer by their role, and the names that most checkpoints give them. In place of the matrices of all
-# `experts` a checkpoint may have those of each `expert`, by its number.
+# The weights of a layer by role, with the names that most checkpoints give them. Instead of the stacked matrices of all
+# `experts`, a checkpoint may have the matrices of each `expert`, by its number.
 LAYER_NAMES = {
     "mixer_norm.before": "input_layernorm.weight",
     "mixer.q": "self_attn.q_proj.weight",
@@ -200,8 +203,9 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a checkpoint's tensor: of `total` places along axis `dim` those from `start` on, as many as the weight
-    has there.
+    """A part of a checkpoint's tensor: along axis `dim`, which has length `total`, it begins at `start`.
+
+    The length of the part is the length of the weight along that axis.
     """
 
     dim: int
@@ -211,8 +215,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How a weight is held. `dtype`: its own, whatever the model's is; None: the model's. `part`: what it takes of the
-    checkpoint's tensor; None: all of it.
+    """How a weight is held.
+
+    `dtype`: its own dtype, independent of the model's; None for the model's dtype. `part`: the part of the checkpoint's
+    tensor that it holds; None for the whole tensor.
     """
 
     dtype: torch.dtype | None = None
@@ -226,12 +232,12 @@ PLAIN = WeightSpec()
 class DecoderSpec:
     """A decoder, and the names of its weights in a checkpoint.
 
-    `dtype`: the checkpoint's own. `embed_scale`: multiplies embeddings, rounded to their dtype. `norm`: after the last
-    layer. `names`: of a layer's weights by role, without `model.layers.N.`. `renamed`: how names in a checkpoint may
-    begin, and which beginning that stands for. `others`: how the names of a checkpoint's other parts begin, which are
-    not of the decoder. `pieces`: into how many pieces K is cut in each product that leads back to hidden states
-    (`Backend.project_back`), a power of two; worker and trainer compute with the same. `held`: how weights of a layer
-    are held, by role; those that it does not name are whole, in the model's dtype.
+    `dtype`: the dtype of the checkpoint. `embed_scale`: multiplies embeddings, after it is rounded to their dtype.
+    `norm`: the norm after the last layer. `names`: a layer's weight names by role, without `model.layers.N.`.
+    `renamed`: prefixes that names in a checkpoint may have, and the prefix that each stands for. `others`: prefixes of
+    names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces that K is cut into in each
+    product back to hidden states (`Backend.project_back`), a power of two, the same for worker and trainer. `held`: how
+    a layer's weights are held, by role; weights of other roles are whole and in the model's dtype.
     """
 
     architecture: str
@@ -252,38 +258,39 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> list[AttentionSpec]:
-        """The mixers of the layers that have a KV cache."""
+        """The mixers of the layers with a KV cache."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
 
     @property
     def delta_nets(self) -> list[DeltaNetSpec]:
-        """The mixers of the layers that keep a state."""
+        """The mixers of the layers with a recurrent state."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec)]
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:
-        """Of the layers that have experts."""
+        """The experts of the layers that have experts."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the layers that have a KV cache, the full ones first: layers of one window are a group, with blocks of
-        their own.
+        """The distinct windows of the layers with a KV cache, full attention (None) first.
+
+        Layers with the same window form a group, which has its own blocks.
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """By role, of the weights that are not held in `dtype`, the model's."""
+        """Return the dtypes, by role, of the weights that are not held in `dtype`, the model's dtype."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
 
     def own_name(self, name: str) -> str | None:
-        """What the tensor that a checkpoint calls `name` is called here; None if it is of another part."""
+        """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
         if name.startswith(self.others):
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
         return self.renamed.get(beginning, "") + name.removeprefix(beginning)
 
     def __hash__(self) -> int:
-        # Of a few fields, as each module of an aligned model looks its backend up by it.
+        # Hashes a few fields only, since each module of an aligned model looks up its backend by spec.
         return hash((self.architecture, self.vocab_size, self.hidden_size, len(self.layers)))

@@ -1,7 +1,8 @@
-"""The matrices of a layer's experts in one weight of the backend, and how checkpoints and pushes write them.
+"""The matrices of a layer's experts in one weight of the backend.
 
-A backend has them below one another, as a matrix of E * R rows; a checkpoint has one tensor [E, R, C], or, by its
-`StackLayout`, another order of the same elements. `Stack` takes tensors and elements as the checkpoint has them.
+A backend holds the matrices one below the other, as a matrix of E * R rows. A checkpoint has one tensor [E, R, C], or,
+depending on its `StackLayout`, another order of the same elements. `Stack` accepts tensors and elements in the
+checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -18,29 +19,31 @@ from .contract import Weight
 
 @dataclass(frozen=True)
 class StackLayout:
-    """How a checkpoint has matrices [E, R, C]: `transposed`, as [E, C, R]; and, `in_turn`, with the rows of their first
-    and of their second half in turn. Biases [E, R] have rows alone.
+    """How a checkpoint stores matrices [E, R, C] and biases [E, R].
+
+    `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
+    alternate. Biases have rows only, so `transposed` does not affect them.
     """
 
     transposed: bool = False
     in_turn: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> torch.Size:
-        """That of the checkpoint's tensor, of matrices or biases of this shape."""
+        """Return the shape of the checkpoint's tensor for matrices or biases of this shape."""
         return torch.Size((shape[0], *reversed(shape[1:])) if self.transposed else shape)
 
     def rows_first(self, tensor: Tensor) -> Tensor:
-        """A checkpoint's tensor as matrices [E, R, C] or biases [E, R]; a view where that is possible."""
+        """Convert a checkpoint's tensor to matrices [E, R, C] or biases [E, R]; a view where possible."""
         tensor = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
         return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
 
     def as_stored(self, tensor: Tensor) -> Tensor:
-        """The other way round."""
+        """Convert matrices or biases to the checkpoint's layout, the inverse of `rows_first`."""
         tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
         return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
 
     def places(self, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Where the elements at flat indices of the checkpoint's tensor are in matrices or biases of this shape."""
+        """Map flat indices into the checkpoint's tensor to flat indices into matrices or biases of this shape."""
         _, rows, *others = shape
         columns = others[0] if others else 1
         matrix, place = index // (rows * columns), index % (rows * columns)
@@ -51,8 +54,9 @@ class StackLayout:
 
 
 class Stack:
-    """A `Weight` of matrices [E, R, C], or biases [E, R], whose memory is `matrix`: a backend's weight [E * R, C], or a
-    tensor [E, R]. Its shape is that of the checkpoint's tensor, whose elements it takes and gives.
+    """A `Weight` of matrices [E, R, C] or biases [E, R], with the shape and element order of the checkpoint's tensor.
+
+    `matrix`: its memory, a backend's weight [E * R, C] or a tensor [E, R].
     """
 
     def __init__(self, matrix: Any, shape: tuple[int, ...], layout: StackLayout) -> None:
@@ -67,7 +71,7 @@ class Stack:
         shape: tuple[int, ...],
         layout: StackLayout,
     ) -> Stack:
-        """One that is uninitialized, of matrices or biases of this shape."""
+        """Return an uninitialized stack of matrices or biases of this shape."""
         if len(shape) == 2:
             return cls(empty(*shape), shape, layout)
         count, rows, columns = shape
@@ -75,34 +79,34 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of the elements."""
         return self.matrix.dtype
 
     @property
     def nbytes(self) -> int:
-        """The memory it takes."""
+        """The bytes of memory it takes."""
         return self.matrix.nbytes
 
     def copy_(self, source: Tensor | Stack) -> None:
-        """Stores a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError for another shape."""
+        """Store a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError for another shape."""
         if source.shape != self.shape:
             raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrites the elements at flat indices (int64) into `shape`."""
+        """Overwrite the elements at flat indices (int64) into `shape`."""
         self.matrix.put_(self.layout.places(index, self.own_shape), source)
 
     def narrow(self, dim: int, start: int, length: int) -> Stack:
-        """Experts [start, start + length), sharing memory. `dim` is 0."""
+        """Return experts [start, start + length), sharing memory. `dim` is 0."""
         return Stack(self._part(start, length), (length, *self.own_shape[1:]), self.layout)
 
     def part(self, expert: int, start: int, length: int) -> Weight:
-        """Rows [start, start + length) of one expert's matrix, sharing memory."""
+        """Return rows [start, start + length) of one expert's matrix, sharing memory."""
         return self.matrix.narrow(0, expert * self.own_shape[1] + start, length)
 
     def to_dense(self) -> Tensor:
-        """A tensor of `shape` with the same values."""
+        """Return a tensor of `shape` with the same values."""
         if len(self.own_shape) == 2:
             return self.layout.as_stored(self.matrix)
         return self.layout.as_stored(self.matrix.to_dense().view(self.own_shape))

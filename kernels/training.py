@@ -1,19 +1,19 @@
 """The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
 
-`align` gives a model of any of the `families`, its decoder, embedding, layers, last norm and head another forward pass,
-and leaves parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops
-padding, computes the tokens of all sequences as rows, and keeps no KV cache. What a layer computes is `layer.run_layer`
-with `autograd.GradientOps`. Each of these modules is called, the model by way of its wrapper, and reads its own
-parameters then: so whatever a wrapper hooks into them runs, as to gather weights or to reduce gradients. The modules
-inside a layer are read, not called.
+`align` replaces the forward passes of a model of any of the `families`: those of the model itself, its decoder,
+embedding, layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original
+forward passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV
+cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called, the model
+through its wrapper, and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for
+example to gather weights or to reduce gradients. The modules inside a layer are read, not called.
 
-Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
-the worker's log-probs, and `token_statistics` those of its `top_logprobs`, whatever the micro-batch, padding or
-packing. Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast
-compute what a bfloat16 worker computes that was given these parameters. `aligned_with` says what a model computes with;
-a backend that is not the fastest one, taken because that cannot serve the model, is logged when it is first taken.
-Experts of a mixture are those of the worker: the model finds them by itself, or is given them. `replayed` gives them to
-a model that is not aligned.
+Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
+worker's log-probs, and `token_statistics` those of its `top_logprobs`, for any micro-batch, padding or packing.
+Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast compute
+the same as a bfloat16 worker that was given these parameters. `aligned_with` says what a model computes with. If the
+fastest backend cannot serve the model, the backend in its place is logged on first use. The experts of a mixture are
+those of the worker: the model finds them itself, or is given them. `replayed` gives them to a model that is not
+aligned.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
-"""question(ops, hidden, weight): what the head returns of hidden states [M, H], with its weight [V, H], in the place of
-logits. Its float32 tensors are sealed."""
+"""question(ops, hidden, weight): return the head's answer in place of logits, from hidden states [M, H] and its weight
+[V, H]. The float32 tensors of an answer are sealed (`_sealed`).
+"""
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module knows beside its own parameters. `index`: of a layer."""
+    """What an aligned module knows besides its own parameters. `index`: the number of a layer, or -1."""
 
     backend: str
     spec: DecoderSpec
@@ -84,10 +85,10 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """What a layer computes with beside hidden states [M, H] and its parameters; `route` and `record`: int32 [M, top_k]
-    or None.
+    """What a layer computes with, besides hidden states [M, H] and its parameters.
 
-    No dataclass and no tuple: in these a wrapper rounds floats, such as those of rotations, to the dtype of its policy.
+    `route` and `record`: int32 [M, top_k] or None. This is neither a dataclass nor a tuple: inside those, a wrapper
+    rounds floats, such as rotations, to the dtype of its policy.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class _Rows:
 class Arithmetic(NamedTuple):
     """What decides the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as `bfloat16`.
 
-    The names and values are those of a worker's `health().engine`.
+    Names and values are those of a worker's `health().engine`.
     """
 
     backend: str
@@ -108,19 +109,21 @@ class Arithmetic(NamedTuple):
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
-    that serves it), `cpu`, `triton` or `reference`. A model of PEFT, with a LoRA adapter, computes with the weights
-    that `merged_weights` gives, and gradients reach A and B.
+    """Make a transformers model of one of the families compute with the ops of `backend`.
 
-    `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
-    It may be wrapped before or after, by `fully_shard` or DistributedDataParallel; by accelerate only after. Raise
-    AlignmentError for a model that is aligned already, that the ops do not compute, or whose forward pass takes an
-    argument that is not known here, as in a release of transformers that came later; and ConfigError for a backend that
-    cannot serve it. A call of the aligned model raises AlignmentError for an argument that it does not serve.
+    `backend`: `auto` (the fastest one that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a LoRA
+    adapter computes with the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)`
+    returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
+    DistributedDataParallel may wrap the model before or after; accelerate may only wrap it after.
+
+    Raise AlignmentError for a model that is already aligned, for a model that the ops do not compute, and if its
+    forward pass has an unknown argument, which a later release of transformers may add. Raise ConfigError for a backend
+    that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does not
+    serve.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
-    # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
+    # Under autocast, float32 parameters compute in 16 bits. Only the forward pass knows its dtype, and selects again.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
     for module, forward, index in _parts(model):
@@ -129,26 +132,26 @@ def align(model: Any, backend: str = "auto") -> None:
 
 
 def unalign(model: Any) -> None:
-    """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
+    """Undo `align`. Raise AlignmentError if no part of the model is aligned."""
     model = unwrapped(model)
-    # Not `_parts` alone: an adapter put in since stands around what was one.
+    # Not `_parts` alone: an adapter added after `align` now surrounds a former part.
     aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
     if not aligned:
         raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
+            f"model: expected an aligned one, found a {type(model).__name__} that is not; unalign does not apply to it"
         )
     for module in aligned:
         del module._aligned
-        if plain_class(type(module)) is type(module):  # else fully_shard has put another before ours
+        if plain_class(type(module)) is type(module):  # otherwise fully_shard put another class before ours
             module.__class__ = type(module).__bases__[0]
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """What an aligned model computes with, in its wrapper and in the autocast around this call. Log-probs are a
-    worker's only if `aligned_with(model)._asdict().items() <= client.health().engine.items()`.
+    """Return what an aligned model computes with, given its wrapper and the autocast around this call.
 
-    It makes a forward pass of one token, on every rank where weights are sharded. Raise AlignmentError for a model that
-    is not aligned.
+    The model's log-probs are a worker's only if `aligned_with(model)._asdict().items() <=
+    client.health().engine.items()`. This makes a forward pass of one token, which must run on every rank if weights are
+    sharded. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
@@ -162,15 +165,15 @@ def aligned_with(model: Any) -> Arithmetic:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a worker of `dtype` serves that was given the adapters of a model of PEFT: every tensor, in that dtype or in
-    that which its family holds it in, by the name that it has without PEFT, with the adapters in the weights
-    (`Backend.merge`, the same bits on any device).
+    """Yield the weights that a worker of `dtype` serves after it is given the adapters of a PEFT model.
 
-    Raise AlignmentError for a model without PEFT, or with other adapters than `align` takes.
+    Each tensor comes under its name without PEFT, in `dtype` or in the dtype its family holds it in. Adapters are
+    merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a model without
+    PEFT, or with adapters that `align` does not support.
     """
     adapted = adapted_inside(model)
     if adapted is None:
-        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; its weights are as they are")
+        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; use its weights unchanged")
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
     own = _own_dtypes(unwrapped(adapted), dtype)
@@ -178,7 +181,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """By name, of the weights that a worker of `dtype` does not hold in it; none for a model that no worker serves."""
+    """Return by name the dtypes of weights that a worker of `dtype` holds in another one; {} for an unserved model."""
     try:
         spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
     except AlignmentError:
@@ -197,23 +200,23 @@ def token_log_probs(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
+    """Return the log-prob of each token given the earlier ones in its sequence: float32 in the shape of `input_ids`.
 
-    `model`: as it is trained, be it bare, sharded by `fully_shard`, in DistributedDataParallel or prepared by
-    accelerate. Its forward pass is called, in which weights are gathered, and gradients prepared to be reduced, as in
-    any other. `input_ids` (integers): padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no
-    padding, which may be on either side; packed [M], with the `lengths` of the sequences; or packed [B, T], with
-    `position_ids` of that shape, which are 0 where a sequence begins. `temperature`: of the log-probs; 0 for greedy
-    samples, whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the
-    tokens whose log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed
-    precision is that of the wrapper, and of the autocast around this call.
+    `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
+    accelerate. Its forward pass is called, so weights are gathered and gradients are prepared for reduction as in any
+    forward pass. `input_ids` (integers) are one of: padded [B, T], with `attention_mask` [B, T] (bool or integers)
+    unless there is no padding, on either side; packed [M], with the `lengths` of the sequences; packed [B, T], with
+    `position_ids` of that shape that are 0 where a sequence begins. `temperature`: of the log-probs; 0 means greedy
+    samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`): which tokens
+    get their log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence. Mixed
+    precision follows the wrapper and the autocast around this call.
 
-    `routed_experts` (integers, in the shape of `input_ids` and [layers with experts, experts per token]): the experts
-    that each token goes to, in any order; gradients flow through their gates. Those of a worker that computes alike
-    need not be given: the model finds them by itself. What is there for padding, and for the last token of each
-    sequence, is not read: the record of a sample has no row for it.
+    `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts that each token
+    goes to, in any order; gradients flow through their gates. The experts of a worker with the same arithmetic need not
+    be given: the model finds them itself. Entries for padding and for the last token of each sequence are not read: a
+    sample's record has no row for its last token.
 
-    Raise AlignmentError for shapes that do not fit together, for routes that are none, or of another model, and for a
+    Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
     """
     batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
@@ -234,20 +237,20 @@ def token_statistics(
     top_logprobs: int,
     gradient: bool = False,
 ) -> TokenStatistics:
-    """What a worker's `top_logprobs` gives.
+    """Return the values of a worker's `top_logprobs`.
 
-    `logprobs` has the bits of `token_log_probs`, whose arguments these are, and with `gradient` its gradient, so that a
-    loss needs no other forward pass; the rest has none. `entropy` float32, in the shape of `input_ids`: of the
-    distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs` float32, in that shape
-    and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id first. Where
-    `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
+    The arguments are those of `token_log_probs`. `logprobs` has its bits and, with `gradient`, its gradient, so a loss
+    needs no second forward pass; the other values have no gradient. `entropy`: float32 in the shape of `input_ids`, of
+    the distribution each token comes from, in nats. `top_token_ids` int64 and `top_logprobs` float32,
+    [*input_ids.shape, top_logprobs]: the most probable tokens, highest logit first, the lower id first among equal
+    logits. Where `token_log_probs` gives 0.0 because there is no log-prob, all values are 0.
 
-    Raise AlignmentError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the vocabulary's size.
+    Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
     """
     vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
         raise AlignmentError(
-            f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
+            f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; the vocabulary has no more tokens"
         )
     batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
@@ -262,17 +265,16 @@ def token_experts(
     lengths: Sequence[int] | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """The experts that an aligned model sends each token to: int32, in the shape of `input_ids` and [layers with
-    experts, experts per token], ascending; 0 for padding. They are those of a worker that computes alike, and what
-    `token_log_probs` takes, whose arguments these are.
+    """Return the experts that an aligned model sends each token to.
 
-    Raise AlignmentError where `token_log_probs` does, and for a model without experts.
+    The result is int32, [*input_ids.shape, layers with experts, experts per token], ascending for each token; 0 for
+    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts them. The other
+    arguments are those of `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and for a model
+    without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
-        raise AlignmentError(
-            f"model: expected one with experts, found a {type(model).__name__} of this config, without"
-        )
+        raise AlignmentError(f"model: expected one with experts, found a {type(model).__name__} without experts")
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
     record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
     with torch.no_grad():
@@ -283,7 +285,7 @@ def token_experts(
 def _ask(
     model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
 ) -> Any:
-    """The head's answer on the M tokens at flat `indices`; `routes` as in `_decode`."""
+    """Return the head's answer for the M tokens at flat `indices`. `routes`: as in `_decode`."""
     ids = input_ids.flatten()[indices].long()
     return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
 
@@ -299,12 +301,13 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """The places of the tokens that are asked for in flat `input_ids`, and `what` is of them, sealed: `log_probs` of
-    GradientOps, or what has its arguments.
+    """Return the places of the wanted tokens in flat `input_ids`, and the sealed result of `what` for them.
+
+    `what`: `GradientOps.log_probs`, or a function with its arguments.
     """
     spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
-        raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
+        raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; pass that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
@@ -322,8 +325,9 @@ def _ask_of_tokens(
 
 
 def _sealed(found: Any) -> Any:
-    """float32 tensors, or a named tuple that has some, as complex numbers: a wrapper's policy on the dtype of outputs
-    would round floats.
+    """Return float32 tensors, or a named tuple with some, as complex numbers.
+
+    A wrapper with a policy on the dtype of outputs would round floats, but not complex numbers.
     """
     if isinstance(found, tuple):
         return type(found)(*map(_sealed, found))
@@ -333,18 +337,18 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            f"model: expected a wrapper that passes `question` on to the model, and returns its answer, found "
-            f"{type(found).__name__} returned; give the model itself"
+            f"model: expected a wrapper that passes `question` on to the model and returns its answer, found "
+            f"{type(found).__name__} returned; pass the model itself"
         )
     return found.real if found.is_complex() else found
 
 
-# The forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
+# The forward passes. Each one becomes a method of an aligned class; `self` is the transformers module.
 
 
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
-    """The forward pass of a model of this class, which answers a question if there is one."""
+    """Return the forward pass of a model of this class. It answers a question if given one."""
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
         if question is None:
@@ -357,14 +361,14 @@ def _model_forward(original: type) -> Callable[..., Any]:
 
 @cache
 def _decoder_forward(original: type) -> Callable[..., Any]:
-    """The forward pass of a decoder of this class. `routes` and `record` as in `_decode`."""
+    """Return the forward pass of a decoder of this class. `routes` and `record`: as in `_decode`."""
 
     def forward(
         self: Any, *args: Any, routes: Tensor | None = None, record: Tensor | None = None, **kwargs: Any
     ) -> MoeModelOutputWithPast:
         given = check_call(original.forward, args, kwargs)
         if given.get("input_ids") is None:
-            raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
+            raise AlignmentError("input_ids: expected int64 [B, T], found none; pass token ids")
         if given.get("return_dict") is False:
             raise AlignmentError("return_dict: an aligned decoder does not return tuples; leave it out")
         return _decode(self, given["input_ids"], given.get("attention_mask"), given.get("position_ids"), routes, record)
@@ -380,9 +384,11 @@ def _decode(
     routes: Tensor | None,
     record: Tensor | None,
 ) -> MoeModelOutputWithPast:
-    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, as
-    `read_routes` gives them. `record`, in that shape: is filled with those that they went to. The output has the fields
-    of a decoder with experts, and so those of one without.
+    """Compute the last hidden states of a batch.
+
+    `routes`: int32 [layers with experts, M, top_k], the experts of the M tokens that are not padding, from
+    `read_routes`. `record`: of the same shape, receives the experts that the tokens went to. The output type is that of
+    a decoder with experts, which has all fields of one without.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
@@ -405,7 +411,7 @@ def _decode(
 
 
 def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
-    """Those of each layer [M, top_k], None where it has no experts."""
+    """Return the routes [M, top_k] of each layer, None for a layer without experts."""
     each = iter(()) if routes is None else iter(routes)
     return [next(each, None) if isinstance(layer.mlp, ExpertsSpec) else None for layer in spec.layers]
 
@@ -447,16 +453,17 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 def _as_computed(
     name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
 ) -> Tensor:
-    """What a module computes with as its parameter `leaf`: in its `own` dtype if it has one, else in that of hidden
-    states x, its adapter included.
+    """Return the tensor that a module computes with as its parameter `leaf`, with its adapter merged.
+
+    The tensor is in its `own` dtype if it has one, else in the dtype of hidden states x.
     """
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
         check_gathered(name, tensor)
     if own is None and _forward_dtype(weight) != x.dtype:
         raise AlignmentError(
-            f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; give all modules one "
-            "MixedPrecisionPolicy, with the output_dtype of its param_dtype or none"
+            f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; use one "
+            "MixedPrecisionPolicy for all modules, with output_dtype unset or equal to param_dtype"
         )
     return with_adapter(ops, weight.to(own or x.dtype), adapter)
 
@@ -469,8 +476,10 @@ def _parameter(
     layout: StackLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
-    """A layer's parameter of this name, for matrices [E, R, C] or biases [E, R] of this shape if it has a `layout`; of
-    a module that multiplies only if it is as transformers made it. In its own dtype if `held` names one.
+    """Return a layer's parameter of this name. Raise AlignmentError unless it is as the model's config says.
+
+    With `layout`, `shape` is that of matrices [E, R, C] or biases [E, R]. The module of a matrix must be one that
+    transformers made. The parameter must have the dtype that `held` names, if any.
     """
     module, leaf = _place(layer, index, name)
     module = trained(module)
@@ -481,18 +490,18 @@ def _parameter(
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; mend one"
+            f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; correct one of them"
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
-            f"{name}: expected {held.dtype}, in which a worker holds it, found {found.dtype}; convert it, and leave it "
-            "out of a MixedPrecisionPolicy"
+            f"{name}: expected {held.dtype}, in which a worker holds it, found {found.dtype}; convert it, and exclude "
+            "it from any MixedPrecisionPolicy"
         )
     return found
 
 
 def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
-    """The module of a layer that has the parameter of this name, and what the module calls it."""
+    """Return the module of a layer that has the parameter of this name, and the parameter's name in that module."""
     path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
     try:
         return layer.get_submodule(path), leaf
@@ -521,7 +530,7 @@ def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) 
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
-    """The modules whose forward pass is replaced: by which, and a layer's number."""
+    """Yield the modules with a replaced forward pass: (module, new forward pass, layer number or -1)."""
     yield model, _model_forward(type(model)), -1
     yield model.model, _decoder_forward(type(model.model)), -1
     for copy in copies_of(model.model.embed_tokens):
@@ -536,8 +545,10 @@ def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 @cache
 def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
-    """A class of the same name, by which trainers that wrap or checkpoint layers find them, and of the same signature,
-    by which they see what a model takes. Its forward pass is `forward` of modules that are aligned.
+    """Return a subclass with `forward` as the forward pass of aligned modules.
+
+    It keeps the name of the original class, by which trainers find layers to wrap or checkpoint, and the signature, by
+    which they see the arguments of a model.
     """
 
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -550,7 +561,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
+    """Select a backend; log a fallback in the words of a worker. Cached, so a process logs each fallback once."""
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
@@ -571,22 +582,25 @@ def _forward_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _divisor(temperature: float) -> float:
-    """What a worker divides logits by: greedy samples keep theirs, and no quotient leaves float32."""
+    """Return the divisor of a worker's logits: 1 for greedy samples, else one that keeps quotients within float32."""
     return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
-    """Routers and experts are of classes that stand beside those of the family's other modules."""
+    """Raise AlignmentError unless a module is nn.Linear or its class is defined where the class of `neighbour` is.
+
+    transformers defines routers and experts beside their family's other classes.
+    """
     found = plain_class(type(module))
     if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
         raise AlignmentError(
             f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {found.__name__}; "
-            "merge adapters"
+            "merge adapters into the weights"
         )
 
 
 def _check_aligned(model: Any) -> Any:
-    """The model inside of its wrappers."""
+    """Return the model inside its wrappers. Raise AlignmentError unless it is aligned."""
     model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
@@ -596,7 +610,7 @@ def _check_aligned(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> DecoderSpec:
-    """What the model computes. Raise AlignmentError unless the ops compute it too."""
+    """Return the spec of the model. Raise AlignmentError unless the ops compute the model."""
     spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
     for module in (model, model.model):
         check_signature(plain_class(type(module)))
@@ -607,25 +621,26 @@ def _check_model(model: Any) -> DecoderSpec:
         check_modules(model)
     if any("forward" in vars(module) for module, *_ in _parts(model)):
         raise AlignmentError(
-            "model: expected modules with the forward pass of their class, found another one put in its place; call "
-            "align before accelerator.prepare, or whatever did it"
+            "model: expected modules with the forward pass of their class, found a replaced one; call align before "
+            "accelerator.prepare, or before any other code that replaces it"
         )
     head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
     _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
             f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
-            f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
+            f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias; use another model"
         )
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
-        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
+        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; set it to 0.0, or do not align")
     _check_parameters(spec, model)
     return spec
 
 
 def _check_parameters(spec: DecoderSpec, model: Any) -> None:
-    """Raise AlignmentError for layers without the parameters of the spec, and unless parameters are of one dtype, but
-    for those that have their own.
+    """Raise AlignmentError unless layers have the parameters of the spec and all parameters share one dtype.
+
+    Parameters with their own dtype in the spec are exempt from the latter.
     """
     own: set[int] = set()
 

@@ -1,7 +1,7 @@
-"""Copies between host and device that nobody waits for until their content is needed, and streams.
+"""Copies between host and device that do not block until their contents are needed, and streams.
 
-On a CPU `to_device` copies nothing, and `HostCopies` copies at once: its tensors may change afterwards. On a GPU copies
-are queued behind the kernels of the current stream, from and into pinned memory.
+On a CPU `to_device` copies nothing, and `HostCopies` copies immediately, so its tensors may change afterwards. On a GPU
+copies are queued after the kernels of the current stream, from and to pinned memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from torch import Tensor
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """What this thread's work on `device` is queued on; None where work is done at once."""
+    """Return the stream on which this thread's work on `device` is queued; None where work runs immediately."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Waits until `device` has done all that this thread asked of it."""
+    """Wait until `device` has completed all work that this thread queued."""
     if (stream := current_stream(device)) is not None:
         stream.synchronize()
 
 
 @contextmanager
 def stream_beside(device: torch.device) -> Iterator[None]:
-    """What this thread does on a CUDA device comes after what the default stream has been given so far, and overlaps
-    with what others do there later.
+    """Context that queues this thread's work on a CUDA device in a separate stream.
+
+    The work starts after everything queued on the default stream so far, and overlaps with work that other threads
+    queue later.
     """
     if device.type != "cuda":
         yield
@@ -42,24 +44,24 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Always the same one, for torch gives memory that was freed on a stream to that stream alone again."""
+    """Return always the same stream, since torch reuses memory that was freed on a stream on that stream only."""
     return torch.cuda.Stream(index)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, which are on the host, on `device`."""
+    """Copy `values` from the host to `device`."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """What `to_device` gives for each."""
+    """Return `to_device` of each tensor."""
     return [to_device(tensor, device) for tensor in tensors]
 
 
 class HostCopies:
-    """What `tensors`, which lie on one device, hold at this point of the stream, on its way to the host."""
+    """Copies of `tensors`, all on one device, to the host, with their contents at this point of the stream."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -73,7 +75,7 @@ class HostCopies:
         self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """The contents, once they are there."""
+        """Wait for the copies and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._hosts

@@ -1,4 +1,4 @@
-"""The service around the engine. Names load on first use, so that a client never imports what it does not need."""
+"""The service around the engine. Names load on first use, so that a client imports only the modules that it needs."""
 
 from __future__ import annotations
 

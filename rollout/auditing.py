@@ -1,9 +1,9 @@
-"""How far a trainer's log-probs are from a worker's, token by token, and why: `audit`, for any trainer.
+"""`audit`: compare a trainer's log-probs with a worker's, token by token, and find the causes of differences.
 
-Samples a few groups, computes their log-probs as the trainer does, and compares bits; and compares what decides the
-bits: alignment, dtype, backend, instruction set, weights by the checksums of their tensors, version, and which
-distribution the log-probs are of. Says what to change. Changes nothing, but a worker stops between two steps while it
-computes checksums.
+It samples a few groups, computes their log-probs like the trainer, and compares the bits. It also compares everything
+that determines the bits: alignment, dtype, backend, instruction set, weights (by checksums of the tensors), version,
+and the distribution of the log-probs. Each cause comes with advice. An audit changes nothing, but the worker pauses
+between two steps while it computes checksums.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CauseName: TypeAlias = Literal[
     "alignment", "dtype", "backend", "instruction set", "weights", "version", "distribution", "unknown"
 ]
 LogProbs: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(input_ids int64 [B, T], attention_mask bool [B, T]) to the log-prob of each token given those before it [B, T]."""
+"""(input_ids int64 [B, T], attention_mask bool [B, T]) -> log-prob of each token given the tokens before it [B, T]."""
 _BATCH = 8
 _MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that trainer and worker do not have in common; `text` says what, and what to change."""
+    """One difference between trainer and worker. `text`: the difference and what to change."""
 
     name: CauseName
     text: str
@@ -49,9 +49,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` has found. `num_different`: of `num_tokens`, those whose log-prob has other bits. `largest`, `mean`:
-    of |trainer - worker|. `place`: the prompt, sample and token of the largest; None where all are equal. `tensors`:
-    the names of those that differ, or that one side does not have.
+    """The result of `audit`.
+
+    - `num_tokens`, `num_different`: compared tokens, and tokens with different bits in their log-prob
+    - `largest`, `mean`: maximum and mean of |trainer - worker|
+    - `place`: (prompt, sample, token) of the largest difference; None if all log-probs are equal
+    - `causes`: the differences between trainer and worker that were found
+    - `tensors`: names of tensors that differ or that only one side has
     """
 
     num_tokens: int
@@ -84,23 +88,26 @@ def audit(
     version: int | None = None,
     log_probs: LogProbs | None = None,
 ) -> Audit:
-    """Compare a trainer's log-probs with those of the worker of `client`, whose role must be control. A fleet's client
-    will do: then it is also an error if its workers have different weights.
+    """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role control.
 
-    `model`: of transformers, as it is trained: in its wrapper, and in the autocast around this call. Where it is
-    sharded, every rank calls this, each with a client. `prompts`: token ids. `params`: of the samples, by default 4 of
-    32 tokens each. `temperature`: what the trainer divides logits by; by default what `params` ask for. `version`: of
-    the weights that the trainer pushed last, if it has. `log_probs`: how the trainer computes them, by default
-    `token_log_probs` of an aligned model, and else the log-softmax of the model's logits.
+    - `model`: a transformers model as it is trained: in its wrapper, and under the autocast around this call. If it is
+      sharded, every rank calls this function, each with its own client.
+    - `client`: a client of the worker. A fleet's client works too; then workers with different weights are an error.
+    - `prompts`: token ids
+    - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
+    - `temperature`: the trainer's divisor of the logits; by default the temperature in `params`
+    - `version`: version of the trainer's last push, if there was one
+    - `log_probs`: the trainer's function; by default `token_log_probs` for an aligned model, otherwise the log-softmax
+      of the model's logits
 
-    Raise what the client raises; ConfigError for no prompts, for a model of fewer tokens than the worker's, and for
-    log-probs of another shape; AlignmentError for adapters that no worker serves.
+    Raise the client's errors. Raise ConfigError if there are no prompts, if the model has a smaller vocabulary than the
+    worker's, or if the log-probs have another shape. Raise AlignmentError for adapters that no worker serves.
     """
     if not len(prompts):
-        raise ConfigError("prompts: expected some, found none; give token ids")
+        raise ConfigError("prompts: there are none; give token ids")
     params = SamplingParams(n=4, max_tokens=32, ignore_eos=True) if params is None else params
     asked, of_distribution = _temperature(params, temperature)
-    # One that is given, so that all ranks have the same samples; each prompt gets one of its own from it.
+    # The seed is explicit, so that all ranks get the same samples. `generate` derives a seed for each prompt from it.
     unseeded, seed = params.model_copy(update={"seed": None}), params.seed or 0
     groups = client.generate(list(map(list, prompts)), unseeded, seed=seed)
     samples = [
@@ -128,9 +135,10 @@ def audit(
 
 
 def audit_folder(model: str, client: RolloutClient) -> Audit:
-    """`audit` of a checkpoint in the worker's dtype, aligned, with prompts of its first tokens: of a trainer that is
-    about to begin. `model`: as for a worker. Raise ConfigError, ModelError and AlignmentError for what cannot be loaded
-    or aligned.
+    """Run `audit` on a checkpoint, as for a trainer before its first step.
+
+    The checkpoint is loaded in the worker's dtype and aligned; the prompts consist of the vocabulary's first tokens.
+    `model`: as for a worker. Raise ConfigError, ModelError or AlignmentError if it cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
@@ -140,15 +148,16 @@ def audit_folder(model: str, client: RolloutClient) -> Audit:
 
 
 _UNKNOWN = (
-    "nothing that was compared explains it; compute log-probs by token_log_probs, and look for what changes hidden "
-    "states or logits on the way: hooks, dropout, position ids, or a padding that attention_mask does not mark"
+    "none of the compared properties explains the differences; compute log-probs by token_log_probs, and look for "
+    "code that changes hidden states or logits: hooks, dropout, position ids, or padding that attention_mask does not "
+    "mark"
 )
 _Sampled: TypeAlias = tuple[Sequence[int], int, int, SampleOutput]
-"""Prompt, its number, the sample's number in its group, the sample."""
+"""(prompt, prompt index, sample index in the group, sample)."""
 
 
 def _temperature(params: SamplingParams, given: float | None) -> tuple[float, list[Cause]]:
-    """The trainer's, and what is wrong with it."""
+    """Return the trainer's temperature, and a cause if it does not match the samples' log-probs."""
     try:
         expected = params.trainer_temperature
     except ConfigError as error:
@@ -156,30 +165,30 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
     if given is None or given == expected:
         return expected, []
     text = (
-        f"the samples' log-probs are of temperature {expected:g} (logprobs={params.logprobs!r}), the trainer divides "
+        f"the samples' log-probs have temperature {expected:g} (logprobs={params.logprobs!r}), but the trainer divides "
         f"logits by {given:g}; use params.trainer_temperature"
     )
     return given, [Cause("distribution", text)]
 
 
 def _decoder(model: Any) -> Any:
-    """The transformers model inside of any wrapper, served or not, that keeps it as a module."""
+    """Return the transformers model inside any wrapper that keeps it as a module, whether it can be served or not."""
     return next(filter(is_decoder, model.modules()), model)
 
 
 def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
-    """Raise ConfigError if the worker samples tokens that the model does not have."""
+    """Raise ConfigError if the worker's vocabulary is larger than the model's."""
     config = getattr(_decoder(model), "config", None)
     most = engine["vocab_size"] if config is None else config.get_text_config().vocab_size
     if most < engine["vocab_size"]:
         raise ConfigError(
-            f"model: expected a vocabulary of {engine['vocab_size']} tokens, like the worker's, found {most}; it is "
-            "another model, audit the one that is served"
+            f"model: its vocabulary has {most} tokens, the worker's has {engine['vocab_size']}; audit the model that "
+            "the worker serves"
         )
 
 
 def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
-    """With token ids and mask where the model computes. Raise ConfigError for a result that is not [B, T]."""
+    """Wrap `log_probs` to move its inputs to the model's device. Raise ConfigError if a result is not [B, T]."""
     weight = next(iter(model.parameters()))
     device = torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
 
@@ -187,8 +196,8 @@ def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
         found = log_probs(ids.to(device), mask.to(device))
         if found.shape != ids.shape:
             raise ConfigError(
-                f"log_probs: expected {list(ids.shape)} like input_ids, found {list(found.shape)}; give each token's, "
-                "and 0.0 for the first ones"
+                f"log_probs: expected the shape of input_ids, {list(ids.shape)}, found {list(found.shape)}; return one "
+                "log-prob for each token, and 0.0 for the first token of each row"
             )
         return found
 
@@ -215,7 +224,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
 
 
 def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
-    """The trainer's log-probs of each sample's tokens: float32 on the host."""
+    """Yield the trainer's log-probs of each sample's tokens, float32 on the host."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]
@@ -227,7 +236,7 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """|trainer - worker| of a sample's tokens; infinite for NaN, and without log-probs of the worker."""
+    """Return |trainer - worker| for a sample's tokens; infinity for NaN and if the worker sent no log-probs."""
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)
     difference = (found - torch.tensor(sample.logprobs)).abs()
@@ -235,39 +244,43 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """`dtypes`: those that were seen at work in a model that is not aligned, if any."""
+    """Compare alignment, dtype, backend and instruction set.
+
+    `dtypes`: the dtypes that `_watched` saw, which only a model that is not aligned needs.
+    """
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
     if not _is_aligned(model):
         text = (
-            "the model computes with the ops of transformers, which round otherwise than the worker's; call "
+            "the model computes with the ops of transformers, which round differently from the worker's; call "
             "align(model) of trueroll.kernels.training, and compute log-probs by token_log_probs"
         )
         if any(map(is_aligned, model.modules())):
             text = (
-                f"a {type(model).__name__} is around the aligned model, and log-probs come from its logits, by another "
-                "softmax than the worker's; compute them by token_log_probs, with the model bare or in a wrapper that "
-                "this takes"
+                f"a {type(model).__name__} wraps the aligned model, so log-probs come from its logits by another "
+                "softmax than the worker's; compute them by token_log_probs, with the bare model or a wrapper that "
+                "token_log_probs supports"
             )
         return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model, dtypes), served.dtype)]
     own = aligned_with(model)
     causes = _compare_dtype(own.dtype, served.dtype)
     if own.backend != served.backend:
         note = f" (the worker: {engine['backend_note']})" if engine.get("backend_note") else ""
-        text = f"the worker computes by {served.backend}, the trainer by {own.backend}{note}; "
+        text = f"the worker uses the backend {served.backend}, the trainer {own.backend}{note}; "
         text += f'call align(model, "{served.backend}"), or serve with backend="{own.backend}"'
         return [*causes, Cause("backend", text)]
     if own.isa != served.isa:
-        advice = "set TRUEROLL_CPU_ISA to one that both machines have, for both"
+        advice = "set TRUEROLL_CPU_ISA on both machines to one that both support"
         advice = advice if own.backend == "cpu" else "use processors of one architecture, with the same settings"
-        text = f"the worker computes with {served.isa}, the trainer with {own.isa}; {advice}"
+        text = f"the worker uses the instruction set {served.isa}, the trainer {own.isa}; {advice}"
         return [*causes, Cause("instruction set", text)]
     return causes
 
 
 @contextmanager
 def _watched(model: Any) -> Iterator[set[torch.dtype]]:
-    """The dtypes in which the first product of a layer comes out while this is open: those that a wrapper or its own
-    autocast makes of the parameters'.
+    """Collect the output dtypes of the first linear layer inside this context.
+
+    They show the dtype in which a wrapper or its own autocast computes, which may differ from the parameters' dtype.
     """
     seen: set[torch.dtype] = set()
     linear = next(module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
@@ -298,18 +311,21 @@ def _compare_dtype(own: str, served: str) -> list[Cause]:
 
 
 def _compare_version(samples: list[_Sampled], served: int, version: int | None) -> list[Cause]:
-    """`served`: that of the weights when their checksums were computed."""
+    """Compare weight versions. `served`: the worker's version when it computed the checksums."""
     found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
-        return [Cause("version", f"the worker has served versions {found} meanwhile; audit while nobody pushes")]
+        return [Cause("version", f"the worker served versions {found} during the audit; audit while nobody pushes")]
     if version is None or found == [version]:
         return []
-    text = f"the worker serves version {found[0]}, the trainer has pushed {version}"
-    return [Cause("version", f"{text}; push again, and demand min_weight_version={version} of samples")]
+    text = f"the worker serves version {found[0]}, but the trainer pushed version {version}"
+    return [Cause("version", f"{text}; push again, and generate with min_weight_version={version}")]
 
 
 def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...], protocol.Checksums]:
-    """The names of tensors that are not the worker's, in its dtype and with adapters."""
+    """Return the names of differing tensors and the worker's checksums.
+
+    The trainer's tensors are compared in the worker's dtype and with merged adapters.
+    """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
     adapted = next(filter(None, map(adapted_inside, model.modules())), None)
@@ -318,7 +334,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
         for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
     }
     known = set(served.checksums.values())
-    # A name that the worker does not have may be a copy of another tensor, as a tied head is.
+    # A name that the worker does not have may be a copy of another tensor, for example a tied head.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
     return tuple(sorted(others)), served
@@ -328,6 +344,6 @@ def _describe_tensors(names: tuple[str, ...], served: protocol.Checksums) -> lis
     if not names:
         return []
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    what = f"version {served.weight_version}" if served.push_id else "its own checkpoint, for nothing was pushed"
-    text = f"the worker serves {what}, which has other values in {', '.join(names[:_MOST_NAMES])}{more}"
+    what = f"version {served.weight_version}" if served.push_id else "its own checkpoint, since nothing was pushed"
+    text = f"the worker serves {what}, which has different values in {', '.join(names[:_MOST_NAMES])}{more}"
     return [Cause("weights", f"{text}; push the weights that the trainer computes with")]

@@ -1,6 +1,6 @@
-"""Where a worker listens and what it accepts: its settings, and which addresses are safe.
+"""A worker's settings (address, keys, limits) and the check of which addresses are safe.
 
-Imports neither torch nor zmq, so that the command line and the client can check an address before they do anything.
+Imports neither torch nor zmq, so that the command line and the client can check an address first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from ..engine.request import from_validation
 class WorkerConfig(BaseModel):
     """Settings of the service around one engine. Unknown keys and values out of range raise ConfigError.
 
-    `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free one); None: an ipc socket in a new private folder.
-    `curve_secret_key_file`, a file of `zmq.auth.create_certificates`, and `clients_file`, the public keys of those who
-    may come in (see `keys`), belong together. A tcp address beyond loopback needs them; one on loopback uses this
-    user's own keys if they are not set. `max_connections`: at a time, at most half of the descriptors that the process
-    may open. `max_message_bytes`: the longest message that is read. `max_n`: samples per request.
-    `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: requests accepted and not finished, their samples,
-    and what they hold; as many bytes once more may be held by the submissions that wait for them. Results, with the
-    names of who asked, wait for their acknowledgement within `max_kept_results` and `max_kept_bytes`, the oldest
-    dropped first; replies wait for clients that do not read within `max_unread_bytes` in all. `drain_seconds`:
-    how long running requests may go on once the worker is told to end. `while_unavailable`: whether new requests wait
-    (`queue`) or are refused (`reject`) while the worker is paused, draining, asleep, waking, updating or dirty.
-    `metrics_port`: where 127.0.0.1 serves `/metrics` and `/healthz`; None: nowhere. `push_folder`, `push_hosts`: see
-    `PushPolicy`.
+    - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
+    - `curve_secret_key_file`, `clients_file`: a file of `zmq.auth.create_certificates`, and the public keys of the
+      admitted clients (see `keys`). Set both or neither. A tcp address beyond loopback needs both; a tcp address on
+      loopback uses this user's own keys if they are not set.
+    - `max_connections`: connections at a time; never more than half of the descriptors that the process may open
+    - `max_message_bytes`: length of the longest accepted message
+    - `max_n`: samples per request
+    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: accepted, unfinished requests, their samples, and
+      the bytes that they hold. Submissions that wait for these requests may hold the same number of bytes again.
+    - `max_kept_results`, `max_kept_bytes`: results that wait for their acknowledgement, with the callers' names. The
+      oldest results are dropped first.
+    - `max_unread_bytes`: replies that wait for clients that do not read, over all clients
+    - `drain_seconds`: time for running requests to finish once the worker is told to shut down
+    - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
+      draining, asleep, waking, updating or dirty
+    - `metrics_port`: port of 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
+    - `push_folder`, `push_hosts`: see `PushPolicy`
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,8 +68,7 @@ class WorkerConfig(BaseModel):
         if (self.curve_secret_key_file is None) != (self.clients_file is None):
             found = "clients_file" if self.curve_secret_key_file is None else "curve_secret_key_file"
             raise ValueError(
-                f"keys: expected curve_secret_key_file and clients_file together, or neither, found only {found}; "
-                "give both"
+                f"keys: curve_secret_key_file and clients_file belong together, but only {found} is set; set both"
             )
         return self
 
@@ -81,8 +84,8 @@ class WorkerConfig(BaseModel):
         for host in hosts:
             if "/" in host and not _is_network(host):
                 raise ValueError(
-                    f"push_hosts: expected an IP, a name, or a network such as 10.0.0.0/8, found {brief(host)}; "
-                    "correct it"
+                    f"push_hosts: {brief(host)} is not a valid network; give an IP, a host name, or a network such as "
+                    "10.0.0.0/8"
                 )
         return hosts
 
@@ -90,7 +93,8 @@ class WorkerConfig(BaseModel):
     def _a_request_fits(self) -> WorkerConfig:
         if self.max_n > self.max_queued_samples:
             raise ConfigError(
-                f"max_n: expected at most max_queued_samples = {self.max_queued_samples}, found {self.max_n}",
+                f"max_n: {self.max_n} is more than max_queued_samples = {self.max_queued_samples}; lower max_n or "
+                "raise max_queued_samples",
                 field="max_n",
                 value=self.max_n,
                 limit=self.max_queued_samples,
@@ -98,17 +102,16 @@ class WorkerConfig(BaseModel):
         return self
 
     def limits(self) -> dict[str, int]:
-        """The settings that a client may have to keep to."""
+        """Return the limits that apply to clients: all settings named `max_*`."""
         return {name: value for name, value in self.model_dump().items() if name.startswith("max_")}
 
 
 def check_address(address: str, has_keys: bool) -> None:
-    """Raise ConfigError unless `address` is ipc, tcp on loopback, or with keys any tcp."""
+    """Raise ConfigError unless `address` is ipc, tcp on loopback, or any tcp address with keys."""
     transport, _, rest = address.partition("://")
     if transport == "ipc" and rest.startswith("@"):
         raise ConfigError(
-            f"address: expected ipc://PATH, found the abstract socket {address!r}, which every user could connect "
-            "to; give a path"
+            f"address: {address!r} is an abstract socket, to which every user could connect; give ipc://PATH"
         )
     if transport == "ipc" and rest:
         return
@@ -117,14 +120,13 @@ def check_address(address: str, has_keys: bool) -> None:
     host = rest.rpartition(":")[0].strip("[]")
     if not has_keys and not is_loopback(host):
         raise ConfigError(
-            f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs keys "
-            "(curve_secret_key_file and clients_file for the worker, server_public_key and client_key for the "
-            "client)"
+            f"address: {address!r} is not on loopback and needs keys (curve_secret_key_file and clients_file for the "
+            "worker, server_public_key and client_key for the client); give keys, or a loopback IP such as 127.0.0.1"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is an IP that only this machine reaches."""
+    """Return whether `host` is a loopback IP, which only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

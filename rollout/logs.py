@@ -1,4 +1,4 @@
-"""Log lines of the commands and of workers, which no text from outside can forge or colour."""
+"""Logging of commands and workers. Text from outside cannot forge or color log lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from trueroll.errors import printable
 
 
 class LineFormatter(logging.Formatter):
-    """Writes each message in one line; escapes what cannot be printed in it, line breaks included. The lines of a
-    traceback are indented, so that none of them looks like a message.
+    """A formatter that writes each message as one line and escapes unprintable characters, including line breaks.
+
+    Lines of a traceback are indented, so that none of them looks like a message.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int) -> None:
-    """Let this process log to stderr from now on."""
+    """Configure logging of this process to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,8 +1,8 @@
-"""Text in and out of token ids, for the tools and the HTTP front end. The service itself speaks token ids only.
+"""Conversion between text and token ids, for the tools and the HTTP front end. The service itself uses token ids only.
 
-Promises that no Python code in a model's folder is run: a tokenizer is loaded without it, in a child process with
-limits first. A chat template is a program, too; it is rendered in a child process, which also encodes. Short and long
-texts have a process each. Imports transformers when a tokenizer is loaded, not before.
+Promises never to run Python code from a model's folder. A tokenizer is loaded without such code, and first in a child
+process with limits. A chat template is a program too: a child process renders it and also encodes the result. Short and
+long texts have separate processes. Imports transformers only when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -23,53 +23,57 @@ from . import protocol
 from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, never
 
 ANY = 2**31
-"""For any number of tokens."""
+"""The value of `most` for no limit on the number of tokens."""
 LONG_CHARS = 2**15
-"""A text of more characters is long: only long texts wait for it."""
+"""Texts with more characters go to the process for long texts, so that only long texts wait for them."""
+LONG_NICENESS = 10
+"""Of the process for long texts: its work delays short requests less where cores are few."""
 _PART_TOKENS = 2**14
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
 
 class TextModel:
-    """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer that can be used
-    without running code of the model's own, as the methods do where it fails. Any thread may use it.
+    """A model's tokenizer and chat template. Any thread may use it.
 
-    `longest_token`: in characters. A method calls `is_abandoned` while it waits, and raises ModelError once that
-    returns True. It raises TooMany for more than `most` tokens.
+    Raise ModelError if the model has no tokenizer that works without code from the model's folder. The methods raise
+    ModelError if the tokenizer fails.
+
+    `longest_token`: length of the longest token in characters. Methods with `is_abandoned` call it while they wait, and
+    raise ModelError once it returns True. Methods with `most` raise TooMany for more than `most` tokens.
     """
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, before the child that needs them
+        from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, imported before the fork for the child
 
         from ..engine.models.loader import resolve_model
         from ..engine.models.tokenizer import longest_token
 
         self._folder = resolve_model(model)
         _check_files(self._folder)
-        with self._explained("beside the model, found none"):
+        with self._explained("the model's tokenizer does not load"):
             attempt(partial(_load, self._folder))
             self._tokenizer = _load(self._folder)
         self._decode = _decoder_of(self._tokenizer)
         self._special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self.longest_token = longest_token(self._tokenizer.get_vocab())
-        self._children = {is_long: TextChild(self._tokenizer) for is_long in (False, True)}
+        self._children = {False: TextChild(self._tokenizer), True: TextChild(self._tokenizer, niceness=LONG_NICENESS)}
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the model's chat template; None if it has none, or several."""
+        """Text of the model's chat template; None if the model has no template or several templates."""
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int = ANY, is_abandoned: IsAbandoned = never
     ) -> list[int]:
-        """The token ids of plain text, by default with what the tokenizer puts around every text."""
-        with self._explained("that encodes text, found that it does not"):
+        """Return the token ids of plain text, by default with the special tokens that the tokenizer adds to texts."""
+        with self._explained("the tokenizer does not encode the text"):
             child = self._children[is_long(len(text))]
             return _listed(child.encode(text, add_special_tokens, most, is_abandoned))
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """The token ids of a conversation in which the user has said `text` and the assistant is to answer."""
+        """Return the token ids of a conversation with the user's message `text`, ready for the assistant's answer."""
         messages = [] if system is None else [{"role": "system", "content": system}]
         return self.encode_conversation(
             [*messages, {"role": "user", "content": text}], dict(add_generation_prompt=True)
@@ -83,67 +87,73 @@ class TextModel:
         most: int = ANY,
         is_abandoned: IsAbandoned = never,
     ) -> list[int]:
-        """The token ids of a conversation in the model's chat template, which gets `arguments` such as `tools`. Raise
-        TooMany also for a text of more than `most_chars` characters.
+        """Return the token ids of a conversation, rendered by the model's chat template.
+
+        The template gets `arguments`, such as `tools`. Raise TooMany also if the rendered text has more than
+        `most_chars` characters.
         """
         if not self._tokenizer.chat_template:
-            raise ModelError("chat: expected a model with a chat template, found one without; use plain prompts")
+            raise ModelError("chat: the model has no chat template; use plain prompts")
         child = self._children[is_long(num_chars((messages, arguments)))]
-        with self._explained("that encodes text, found that it does not"):
+        with self._explained("the tokenizer does not encode the text"):
             try:
                 return _listed(child.encode_conversation(messages, arguments, most_chars, most, is_abandoned))
             except EncodingError:
                 raise
             except ChildError as error:
+                limits = f"{LIMITS.cpu_seconds} s or {LIMITS.more_bytes} bytes"
+                cause = str(error) or f"it needs more than {limits}, or crashes"
                 raise ModelError(
-                    f"chat: expected a chat template that renders within {LIMITS.cpu_seconds} s and "
-                    f"{LIMITS.more_bytes} bytes, found {str(error) or 'that it does not'}; check the model's chat "
-                    "template, or use plain prompts"
+                    f"chat: the model's chat template does not render: {cause}; check the template, or use plain "
+                    "prompts"
                 ) from None
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, by default without special tokens. In this process: `check_tokenizer` bounds it."""
-        try:  # streams do this for each token: a context manager would take half of the time
+        """Return the text of token ids, by default without special tokens.
+
+        Runs in this process: the load has bounded the cost by `check_tokenizer`.
+        """
+        try:  # no context manager: it would take half of the time, and streams decode each token
             return self._decode(list(token_ids), skip_special_tokens)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic of the library is no Exception
-            raise self._explanation("that decodes tokens, found that it does not", error) from None
+        except BaseException as error:  # a panic of the Rust library is not an Exception
+            raise self._explanation("the tokenizer does not decode the tokens", error) from None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether a token adds no text wherever it stands: it is unknown, or special where these are skipped."""
-        with self._explained("that decodes tokens, found that it does not"):
+        """Return whether a token never adds text: it is unknown, or it is a special token and these are skipped."""
+        with self._explained("the tokenizer does not decode the tokens"):
             is_skipped = skip_special_tokens and token_id in self._special
             return is_skipped or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def decode_long(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
     ) -> str:
-        """Decode so many tokens that nothing else should wait for it, in the child process for long texts."""
-        with self._explained("that decodes tokens, found that it does not"):
+        """Return the text of many token ids. Decodes in the process for long texts, so that nothing else waits."""
+        with self._explained("the tokenizer does not decode the tokens"):
             return self._children[True].decode(token_ids, skip_special_tokens, is_abandoned)
 
     def close(self) -> None:
-        """End the processes that encode."""
+        """Stop the child processes."""
         for child in self._children.values():
             child.close()
 
     @contextmanager
-    def _explained(self, expected: str) -> Iterator[None]:
-        """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
+    def _explained(self, what: str) -> Iterator[None]:
+        """Translate any exception of the tokenizer to ModelError. The tokenizer's files determine what it raises."""
         try:
             yield
         except (ModelError, TooMany, UnavailableError):
             raise
         except Exception as error:
-            raise self._explanation(expected, error) from None
+            raise self._explanation(what, error) from None
 
-    def _explanation(self, expected: str, error: BaseException) -> ModelError:
+    def _explanation(self, what: str, error: BaseException) -> ModelError:
         if isinstance(error, ChildError | TrialError):
             cause = str(error) or f"it needs more than {LIMITS}, or crashes"
         else:
             cause = said(f"{type(error).__name__}: {error}")
-        return ModelError(f"{self._folder}: expected a tokenizer {expected}: {cause}; check its files")
+        return ModelError(f"{self._folder}: {what}: {cause}; check the tokenizer's files")
 
 
 def _load(folder: Path) -> Any:
@@ -163,9 +173,11 @@ def _load(folder: Path) -> Any:
 
 
 def _short_config(folder: Path) -> Any:
-    """The part of a model's config that transformers needs to choose the class of the tokenizer: to read the whole
-    config imports the classes of models and torch's compiler, which takes seconds and 150 MB. None where the
-    tokenizer's own config names no class, or one in code of its own: then transformers needs the whole config.
+    """Return the part of a model's config that transformers needs to choose the tokenizer's class.
+
+    Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
+    None if the tokenizer's config names no class, or a class in the model's own code: then transformers needs the whole
+    config.
     """
     from transformers import PreTrainedConfig
 
@@ -187,8 +199,10 @@ def _short_config(folder: Path) -> Any:
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """A function like `tokenizer.decode`. Where transformers only hands the tokens on to the library in Rust, that
-    library is called directly, which takes a fifth of the time: streams decode each token as it comes.
+    """Return a function like `tokenizer.decode`.
+
+    If transformers only passes the tokens to the Rust library, the function calls the library directly. That takes a
+    fifth of the time, and streams decode each token as it comes.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -204,23 +218,23 @@ def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def _listed(tokens: np.ndarray) -> list[int]:
-    """The tokens as a list, made in parts, between which other threads have their turn."""
+    """Return the tokens as a list. Converts in chunks, so that other threads can run in between."""
     parts = (tokens[at : at + _PART_TOKENS].tolist() for at in range(0, len(tokens), _PART_TOKENS))
     return list(chain.from_iterable(parts))
 
 
 def is_long(num_chars: int) -> bool:
-    """Whether a text of so many characters is encoded in the process for long texts."""
+    """Return whether a text with `num_chars` characters is encoded in the process for long texts."""
     return num_chars > LONG_CHARS
 
 
 def num_chars(value: Any) -> int:
-    """The characters of all strings in a JSON value."""
+    """Return the number of characters in all strings of a JSON value."""
     return sum(map(len, strings_in(value)))
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All strings in a JSON value, names of members included."""
+    """Yield all strings in a JSON value, including the names of members."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -234,30 +248,31 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def model_served_here(health: protocol.Health) -> str:
-    """What a worker serves, if nothing has to be fetched for it. Raise ConfigError otherwise: nothing is looked up
-    anywhere because a worker names it.
+    """Return the name of the worker's model if it is available on this machine.
+
+    Raise ConfigError otherwise: a name that comes from a worker never causes a download.
     """
     from ..engine.models.files import local_path
 
     if health.engine is None:
         raise ConfigError(
-            f"tokenizer: expected a worker that is ready, found it {health.state}; wait, or give --tokenizer MODEL"
+            f"tokenizer: the worker is {health.state} and does not name its model yet; wait, or give --tokenizer MODEL"
         )
     model = health.engine.get("model")
     path = local_path(model) if isinstance(model, str) else None
     if not isinstance(model, str) or model != "smollm2" and (path is None or not path.is_dir()):
         raise ConfigError(
-            f"tokenizer: expected a worker that serves smollm2 or a folder of this machine, found {brief(model)}; give "
-            "--tokenizer MODEL, the model that it serves"
+            f"tokenizer: the worker serves {brief(model)}, which is neither smollm2 nor a folder on this machine; give "
+            "the model as --tokenizer MODEL"
         )
     return model
 
 
 def needs_tokenizer(address: str) -> ConfigError:
-    """What to say where a worker may run elsewhere and no tokenizer is named."""
+    """Return the error for a worker that may run on another machine, if no tokenizer is given."""
     return ConfigError(
-        f"tokenizer: expected one for a worker that may run elsewhere, at {address}, found none; give --tokenizer "
-        "MODEL, the model that it serves"
+        f"tokenizer: the worker at {address} may run on another machine; give the model that it serves as --tokenizer "
+        "MODEL"
     )
 
 

@@ -1,14 +1,14 @@
-"""A child process that tokenizes and renders conversations as the files of a model say, within limits of time and
-memory.
+"""A child process with limits on time and memory. It runs a model's tokenizer and renders its chat template.
 
-Owns the process. Promises that a call returns or raises within the limits, also if a chat template takes over the
-process: what comes back is bytes, of bounded length, and nothing in it is run. A child that refuses a text goes on; one
-that died, hung, was abandoned or used up its limits is replaced when it is needed again.
+Owns the child process. Promises that a call returns or raises within the limits, even if a chat template takes over the
+child: replies are bytes of bounded length, and nothing in them is executed. A child that refuses a text stays in use. A
+child that died, hung, was abandoned or used up its limits is replaced on the next call.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import select
 import socket
 import struct
@@ -28,9 +28,9 @@ from trueroll.errors import UnavailableError, said
 from ..engine.models.trials import Limits, close_all_but, end, forked, limit_cpu, limit_memory, room_for_a_process
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
-"""Time for one call; memory of the child beyond this process's."""
+"""Times: for one call. Memory: for the child, beyond the memory of this process."""
 MAX_CHARS = 2**22
-"""Of a rendered conversation."""
+"""Maximum length of a rendered conversation, in characters."""
 _MAX_REPLY_BYTES = 2**26
 _LOOK_SECONDS = 0.05
 _HEAD = struct.Struct("<Q")
@@ -40,19 +40,19 @@ IsAbandoned: TypeAlias = Callable[[], bool]
 
 
 class ChildError(Exception):
-    """There is no answer: the text says why; it is empty if the child was killed, hung or was abandoned."""
+    """The child gave no result. The text says why; it is empty if the child was killed, hung or was abandoned."""
 
 
 class EncodingError(ChildError):
-    """It is the tokenizer that failed."""
+    """The tokenizer failed, not the chat template."""
 
 
 class _Unencodable(Exception):
-    """In the child: the tokenizer failed."""
+    """The tokenizer failed. Raised in the child; the parent raises EncodingError."""
 
 
 class TooMany(Exception):
-    """There are more tokens or characters than the caller allows: `count` of them."""
+    """The text has more tokens or characters (`what`) than the caller's limit: `count`."""
 
     def __init__(self, what: str, count: int) -> None:
         super().__init__(f"{count} {what}")
@@ -60,20 +60,23 @@ class TooMany(Exception):
 
 
 def never() -> bool:
-    """For a call that nobody abandons."""
+    """Return False: the default `is_abandoned`, for a call that is never abandoned."""
     return False
 
 
 class TextChild:
-    """Calls into one child process, one at a time, made when it is needed. Any thread may use it."""
+    """Calls into one child process, one call at a time. The process is started on first use. Any thread may use it.
 
-    def __init__(self, tokenizer: Any, limits: Limits | None = None) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
+    `niceness`: how much lower its scheduling priority is than that of this process, 0 to 19.
+    """
+
+    def __init__(self, tokenizer: Any, limits: Limits | None = None, niceness: int = 0) -> None:
+        self._tokenizer, self._limits, self._niceness = tokenizer, limits, niceness
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
-        """The tokens of a text, int32. Raise TooMany, ChildError, UnavailableError."""
+        """Return the tokens of a text, int32 [num_tokens]. Raise TooMany, ChildError or UnavailableError."""
         return self._ask_for_tokens(("encode", (add_special_tokens, most, text)), is_abandoned)
 
     def encode_conversation(
@@ -84,16 +87,19 @@ class TextChild:
         most: int,
         is_abandoned: IsAbandoned = never,
     ) -> np.ndarray:
-        """The tokens of a conversation in the chat template, int32. Raise TooMany, ChildError, UnavailableError."""
+        """Return the tokens of a conversation rendered by the chat template, int32 [num_tokens].
+
+        Raise TooMany, ChildError or UnavailableError.
+        """
         return self._ask_for_tokens(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
-        """The text of tokens. Raise ChildError, UnavailableError."""
+        """Return the text of tokens. Raise ChildError or UnavailableError."""
         tokens = np.asarray(token_ids, np.int64).tobytes()
         return self._ask(("decode", (tokens, skip_special_tokens)), is_abandoned).decode(errors="replace")
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if (process := self._process) is not None:
             process.end()
 
@@ -102,15 +108,15 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
-        try:  # not JSON, which for a long text holds up all threads of this process for ten times as long
+        try:  # not JSON: for a long text it would block all threads of this process ten times as long
             message: bytes = msgpack.Packer(default=_large_integer).pack(call)
         except UnicodeEncodeError as error:
-            raise ChildError(f"{error.object[error.start]!r} is no character") from None
+            raise ChildError(f"{error.object[error.start]!r} is not a valid character") from None
         except ValueError:
-            raise ChildError("a conversation nested too deeply") from None
+            raise ChildError("the conversation is nested too deeply") from None
         with self._lock:
             if self._process is None:
-                self._process = _Process(self._tokenizer, self._limits or LIMITS)
+                self._process = _Process(self._tokenizer, self._limits or LIMITS, self._niceness)
             reply = self._process.ask(message, is_abandoned)
             if reply[:1] not in (b"+", b"-", b"!", b">"):
                 self._process.end()
@@ -119,9 +125,9 @@ class TextChild:
 
 
 def _large_integer(value: Any) -> msgpack.ExtType:
-    """An integer of more than 64 bits, for which MessagePack has no number. Raise TypeError for anything else."""
+    """Pack an integer of more than 64 bits, for which MessagePack has no number. Raise TypeError for other types."""
     if not isinstance(value, int):
-        raise TypeError(f"a conversation has JSON values only, got {type(value).__name__}")
+        raise TypeError(f"a conversation may have JSON values only, got {type(value).__name__}")
     return msgpack.ExtType(0, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
@@ -140,25 +146,32 @@ def _read_reply(reply: bytes) -> bytes:
 
 
 class _Process:
-    """A process that answers, until this object is gone or this process has ended. `pid`: its id."""
+    """The child process. It ends when this object is garbage-collected or this process exits. `pid`: its process id."""
 
-    def __init__(self, tokenizer: Any, limits: Limits) -> None:
-        """Raise UnavailableError where the machine has no room for it."""
+    def __init__(self, tokenizer: Any, limits: Limits, niceness: int) -> None:
+        """Raise UnavailableError if the machine has no room for another process."""
         self._seconds = limits.seconds
         with room_for_a_process():
             self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
         with other:
             try:
-                self.pid = forked(partial(_run, other, tokenizer, limits))
+                self.pid = forked(partial(_run, other, tokenizer, limits, niceness))
             except UnavailableError:
                 self._socket.close()
                 raise
         self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """`+` and the answer, `-` and what is wrong, `!` and what is wrong with the tokenizer, `>` and how much there
-        is, `x` and which limit was used up; empty if the child was killed or takes too long, or the call was abandoned.
+        """Send a call and return the reply. Its first byte is the kind, and the rest depends on the kind.
+
+        - `+`: the result
+        - `-`: an error text
+        - `!`: an error text of the tokenizer
+        - `>`: the unit and the count of a result that is over the caller's limit
+        - `x`: an error text; the child ran out of memory
+
+        The reply is empty if the child was killed or took too long, or the call was abandoned.
         """
         deadline = time.monotonic() + self._seconds
 
@@ -168,7 +181,7 @@ class _Process:
             while True:
                 is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
                 if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # also for a child that answers a few bytes at a time
+                    raise TimeoutError  # the deadline also ends a child that answers a few bytes at a time
                 if is_ready:
                     return
 
@@ -176,7 +189,7 @@ class _Process:
             self._send(_HEAD.pack(len(message)) + message, wait)
             [size] = _HEAD.unpack(self._receive(_HEAD.size, wait))
             return self._receive(size, wait) if size <= _MAX_REPLY_BYTES else b""
-        except OSError:  # a TimeoutError is one
+        except OSError:  # includes TimeoutError
             return b""
 
     def _send(self, message: bytes, wait: Callable[[int], None]) -> None:
@@ -201,10 +214,11 @@ def _end(pid: int, ours: socket.socket) -> None:
     ours.close()
 
 
-def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
-    """In the child: answers each call, until the parent ends."""
+def _run(pipe: socket.socket, tokenizer: Any, limits: Limits, niceness: int) -> None:
+    """Answer calls until the parent closes the pipe. Runs in the child."""
     close_all_but(pipe.fileno())
     gc.freeze()
+    os.nice(niceness)
     limit_memory(limits.more_bytes)
     with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
         while head := file.read(_HEAD.size):
@@ -223,7 +237,7 @@ def _answer(tokenizer: Any, message: bytes) -> bytes:
         return f">{error.what} {error.count}".encode()
     except _Unencodable as error:
         return f"!{error}".encode()
-    except BaseException as error:  # of any kind: a template is a program, and a panic of a library is no Exception
+    except BaseException as error:  # any kind: a template is a program, and a Rust panic is not an Exception
         return (b"x" if isinstance(error, MemoryError) else b"-") + _said(error).encode()
 
 

@@ -1,8 +1,7 @@
 """Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
 
-`library` owns the loaded shared library, `backend` the ops and the layout of matrices and layers. The instruction
-set is the best that the machine has, or the one that the environment variable TRUEROLL_CPU_ISA names, and is one for
-the whole process.
+`library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers. One instruction
+set serves the whole process: the best of the machine, or the one named by the environment variable TRUEROLL_CPU_ISA.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ MOST_HEAD_DIM = 512
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Why these kernels cannot serve such a decoder on a device in a dtype, or an empty string. `spec`: None for ops
-    alone.
+    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
 
-    Raise ConfigError if TRUEROLL_CPU_ISA names what this machine does not have.
+    `spec`: None to ask about the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
+    machine lacks.
     """
     from .library import library_obstacle
 
@@ -34,7 +33,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
+    """Return what the kernels expect of a decoder in this dtype and what they found instead, or an empty string."""
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
@@ -43,7 +42,7 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"
             return f"{expected}, found {size}; use the backend reference"
     if spec.pieces != 1:
-        return f"products that lead back in 1 piece, found {spec.pieces}; use the backend reference"
+        return f"products back to hidden states in 1 piece, found {spec.pieces}; use the backend reference"
     for role, own in spec.own_dtypes(dtype).items():
         return f"all weights in {dtype}, found {role} in {own}; use the backend reference"
     return ""

@@ -1,10 +1,10 @@
-"""The ops of `kernels.contract.Backend` by native kernels.
+"""The ops of `kernels.contract.Backend` with native kernels.
 
-How they keep the contract: native/kernels.h says it. The number of threads is torch's.
+native/kernels.h describes how the kernels keep the contract. The number of threads is torch's.
 
-Matrices lie in panels of 16 rows. For each step along the columns a panel has the values of its 16 rows side by side:
-one float32, or two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16
-to a multiple of 32. The same layout serves every instruction set. `copy_` packs into a weight's own memory.
+Matrices lie in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side by
+side: one float32 per row, or two bfloat16 of neighbouring columns. Rows are padded with zeros to whole panels, columns
+of bfloat16 to a multiple of 32. The same layout serves every instruction set. `copy_` packs into a weight's own memory.
 """
 
 from __future__ import annotations
@@ -45,48 +45,51 @@ from .library import load_library
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
-# As `Activation` in native/common.h.
+# The numbers of `Activation` in native/common.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3}
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, [padded rows, padded columns] in size."""
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, in all [padded rows, padded columns]
+    elements.
+    """
 
     def __init__(self, rows: int, columns: int, data: Tensor) -> None:
         self.shape, self.dtype, self.data = torch.Size((rows, columns)), data.dtype, data
 
     @classmethod
     def new(cls, rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
-        """One that is uninitialized until something is copied into it, in memory from `empty(*shape)`."""
+        """Return an uninitialized weight in memory from `empty(*shape)`."""
         multiple = COLUMN_MULTIPLE[empty(0).dtype]
         return cls(rows, columns, empty(_whole_panels(rows), -(-columns // multiple) * multiple))
 
     @property
     def pointer(self) -> int:
-        """Its address."""
+        """The address of the panels."""
         return self.data.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """The memory it takes, padding included."""
+        """The bytes of memory it takes, padding included."""
         return self.data.nbytes
 
     def copy_(self, source: Tensor | PackedWeight) -> None:
-        """Stores a weight, or packs a tensor on any device and of any dtype. Raise ValueError for another shape."""
+        """Store a weight, or pack a tensor on any device and of any dtype. Raise ValueError for another shape."""
         if source.shape != self.shape:
             raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
         if isinstance(source, PackedWeight):
-            # Not by torch, whose threads would have to be waited for beside those of other threads' ops.
+            # Not with torch: its threads would compete with those of ops that run in other threads.
             ctypes.memmove(self.pointer, source.pointer, self.nbytes)
             return
         rows = source.to("cpu", self.dtype).contiguous()
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrites the elements at flat indices (int64) into [rows, columns]. Raise IndexError if one is outside."""
+        """Overwrite elements at flat indices (int64) into [rows, columns]. Raise IndexError if an index is outside."""
         rows, columns = self.shape
         pair, row = _PAIR[self.dtype], torch.arange(rows)
-        # Where a row begins, and how far from there a column is: a step holds `pair` columns of each row of a panel.
+        # `starts`: where each row begins; `distances`: how far a column lies from there. A step holds `pair` columns of
+        # each row of a panel.
         starts = row // PANEL_ROWS * (PANEL_ROWS * self.data.shape[1]) + row % PANEL_ROWS * pair
         column = torch.arange(columns)
         distances = column // pair * (PANEL_ROWS * pair) + column % pair
@@ -94,7 +97,9 @@ class PackedWeight:
         self.data.put_(starts[row] + distances[index.sub(row, alpha=columns)], source)
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Rows [start, start + length), sharing memory. Raise ValueError unless they are whole panels or the last."""
+        """Return rows [start, start + length), sharing memory. Raise ValueError unless they are whole panels or the
+        last rows.
+        """
         end = start + length
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
             raise ValueError(f"weight: expected rows in multiples of {PANEL_ROWS}, found [{start}, {end}) of dim {dim}")
@@ -103,7 +108,7 @@ class PackedWeight:
         return PackedWeight(length, self.shape[1], self.data.narrow(0, start, _whole_panels(length)))
 
     def to_dense(self) -> Tensor:
-        """A plain tensor [rows, columns] with the same values."""
+        """Return a plain tensor [rows, columns] with the same values."""
         rows = torch.empty(self.shape, dtype=self.dtype)
         load_library().unpack(*self._arguments(self.pointer, rows.data_ptr()))
         return rows
@@ -113,14 +118,13 @@ class PackedWeight:
 
 
 class PackedLayers(tuple[Layer, ...]):
-    """Layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
+    """Layers with the places of their tensors: each tensor's storage, which tensors may share, and its offset there.
+    `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between steps, in the
+    order of the arguments. `has_states`: whether a layer is a delta net.
 
-    `numbers`: what native/api.h reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from
-    step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
-
-    No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
-    values do not lie side by side, and for experts whose rows are not of whole panels; and ConfigError for layers with
-    several `pieces`.
+    No address is kept, since the memory of a storage may be freed and come back elsewhere. Raise ValueError for a
+    tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
+    with several `pieces`.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -134,7 +138,7 @@ class PackedLayers(tuple[Layer, ...]):
         self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
 
     def addresses(self) -> Tensor:
-        """What native/api.h reads as an array of `LayerPointers`, int64. It holds for one call."""
+        """Return an int64 array of `LayerPointers` (native/api.h). It is valid for one call."""
         addresses = self._offsets
         for storage, lie_there in self._storages:
             addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
@@ -142,7 +146,7 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Whether `PackedLayers` may hold such a layer; a run of layers with others is computed op by op."""
+    """Return whether `PackedLayers` can hold such a layer. A run with any other layer is computed op by op."""
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
@@ -150,13 +154,13 @@ def is_packed(spec: LayerSpec) -> bool:
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
-    """What `QkvPointers` in native/api.h points to, in its order."""
+    """Return the tensors that `QkvPointers` in native/api.h points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
     return *matrices, *(weights.biases or (None,) * 3), *(weights.qk_norms or (None,) * 2)
 
 
 def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
-    """What `AttentionNumbers` in native/api.h holds, in its order."""
+    """Return the values of `AttentionNumbers` in native/api.h, in its order."""
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
@@ -165,7 +169,7 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
-    """What `LayerPointers` points to, in its order."""
+    """Return the tensors that `LayerPointers` points to, in its order."""
     weights = layer.mixer
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
     behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
@@ -174,14 +178,16 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """What `MlpPointers` or `ExpertsPointers` points to, in its order, as many of nothing as the latter has more."""
+    """Return the tensors of `MlpPointers` or `ExpertsPointers`, in its order. The former is padded with None to the
+    length of the latter.
+    """
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights)
     return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 7
 
 
 def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """What `ExpertsPointers` points to, in its order."""
+    """Return the tensors that `ExpertsPointers` points to, in its order."""
     shared = (None,) * 4
     if weights.shared is not None and weights.shared_score is not None:
         mlp = weights.shared
@@ -191,22 +197,27 @@ def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
-    """The matrices of all experts, each with its bias or None. Raise ValueError unless each begins with a panel."""
+    """Return the stacked matrices of all experts, each followed by its bias or None. Raise ValueError unless each
+    expert's rows fill whole panels.
+    """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:
         expected = f"experts of hidden and intermediate sizes that are multiples of {PANEL_ROWS}"
-        raise ValueError(f"layers: expected {expected}, found {hidden} and {inner}; take the backend reference")
+        raise ValueError(f"layers: expected {expected}, found {hidden} and {inner}; use the backend reference")
     return _panels(weights.gate_up), weights.gate_up_bias, _panels(weights.down), weights.down_bias
 
 
 def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
-    """What `DeltaNetPointers` points to, in its order."""
+    """Return the tensors that `DeltaNetPointers` points to, in its order."""
     return *map(_panels, weights.inputs), weights.convolution, weights.decay, weights.bias, weights.norm
 
 
 def _widths(layer: Layer) -> tuple[int, ...]:
-    """`PackedLayers.widths` of one layer: what it projects, that after a convolution, gates of what comes out and of a
-    recurrence, what comes out, hidden states, inside the MLP, hidden states."""
+    """Return `PackedLayers.widths` of one layer.
+
+    In order: the mixer's projected input, the same after a convolution, the gate of the mixer's output, the gates of a
+    recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
+    """
     spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
     if isinstance(spec, DeltaNetSpec):
         widths = spec.channels, spec.channels, spec.value_size, 2 * spec.num_value_heads, spec.value_size
@@ -217,7 +228,7 @@ def _widths(layer: Layer) -> tuple[int, ...]:
 
 
 def _inner_width(spec: MlpSpec | ExpertsSpec) -> int:
-    """Of the MLP that all tokens go through."""
+    """Return the intermediate size of the MLP that all tokens pass through."""
     return spec.shared_size if isinstance(spec, ExpertsSpec) else spec.intermediate_size
 
 
@@ -226,7 +237,7 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 
 def _layer_numbers(layer: Layer) -> tuple[float, ...]:
-    """What `LayerNumbers` holds, in its order."""
+    """Return the values of `LayerNumbers`, in its order."""
     check_pieces(layer.pieces)
     spec, mixer = layer.spec, layer.spec.mixer
     mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
@@ -243,7 +254,7 @@ def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
-    """What `DeltaNetNumbers` holds, in its order, and as many zeros as `AttentionNumbers` holds more."""
+    """Return the values of `DeltaNetNumbers`, in its order, padded with zeros to the length of `AttentionNumbers`."""
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
     return *sizes, *_norm_numbers(spec.norm), *[0.0] * 5
 
@@ -257,12 +268,12 @@ def _panels(weight: Weight) -> Tensor:
 
 
 def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
-    """A tensor's storage, and how many bytes of it lie before the tensor."""
+    """Return a tensor's storage and the tensor's byte offset in it."""
     if tensor is None:
         return None, 0
     if not tensor.is_contiguous():
         found = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
-        raise ValueError(f"layers: expected values that lie side by side, found {found}; take the contiguous tensor")
+        raise ValueError(f"layers: expected contiguous tensors, found one of {found}; pass tensor.contiguous()")
     return tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
 
 
@@ -275,7 +286,7 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """The one the process uses."""
+    """Return the instruction set that the process uses."""
     return _library.instruction_set()
 
 
@@ -490,8 +501,8 @@ def layers(
         return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
-            f"layers: expected {len(layers)} pairs of caches, and pages, found {len(memories)} and {len(pages)}; pass "
-            "one for each"
+            f"layers: expected {len(layers)} memories and pages, found {len(memories)} memories and {len(pages)} "
+            "pages; pass one of each for each layer"
         )
     if not layers:
         return x
@@ -515,7 +526,7 @@ def layers(
 
 
 class _PageNumbers:
-    """What `PagePointers` in native/api.h holds, which is there as long as this is."""
+    """The values of `PagePointers` in native/api.h. They are valid as long as this object lives."""
 
     def __init__(self, page: Pages) -> None:
         self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()
@@ -526,12 +537,12 @@ class _PageNumbers:
 def _slots(layers: PackedLayers, states: StateBatch | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
     if not layers.has_states:
         return None, None
-    assert states is not None, "a delta net goes on from states"
+    assert states is not None, "a delta net needs states"
     return states.reads.contiguous(), states.writes.contiguous()
 
 
 def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
-    """That of the caches; 0 if there are none."""
+    """Return the block size of the caches, or 0 without caches."""
     pairs = zip(layers, memories, strict=True)
     return next((keys.shape[1] for layer, (keys, _) in pairs if isinstance(layer.spec.mixer, AttentionSpec)), 0)
 
@@ -549,7 +560,7 @@ def next_token_statistics(
 
 
 def _empty_tops(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For entropy, top ids and their log-probs."""
+    """Return uninitialized tensors for entropy, top ids and top log-probs."""
     ids = torch.empty(rows, k, dtype=torch.int64)
     return torch.empty(rows, dtype=torch.float32), ids, torch.empty(rows, k, dtype=torch.float32)
 
@@ -610,7 +621,7 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """(threads, whether x is bfloat16, its address, rows, columns)."""
+    """Return (threads, whether x is bfloat16, address, rows, columns)."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
 
@@ -620,7 +631,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> array[int]:
-    """Where tensors lie, as an array of pointers."""
+    """Return the addresses of tensors as an array of pointers."""
     return array("Q", [tensor.data_ptr() for tensor in tensors])
 
 

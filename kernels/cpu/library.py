@@ -1,7 +1,7 @@
-"""The shared library of the native kernels: found beside this file and loaded once.
+"""The shared library of the native kernels: it lies beside this file and is loaded once.
 
-native/api.h declares its C interface and is read here, too: functions take the arguments that stand there. A library
-that was compiled from another text is refused.
+native/api.h declares the library's C interface. This module reads that file too, for the types of the functions'
+arguments. A library that was compiled from another text of it is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {"void": None, "long": ctypes.c_long, "int": ctypes.c_int, "float": cty
 
 
 def declarations() -> str:
-    """What stands in INTERFACE in native/api.h, as the preprocessor gives it: without comments, in one line."""
+    """Return the text of INTERFACE in native/api.h as the preprocessor gives it: without comments, on one line."""
     text = re.sub("//.*", "", Path(__file__).with_name("native").joinpath("api.h").read_text())
     declared = re.search(r"^INTERFACE\((.*)^\)", text, re.MULTILINE | re.DOTALL)
     assert declared is not None
@@ -31,20 +31,20 @@ def declarations() -> str:
 
 
 def _type(declaration: str) -> Any:
-    """Of `const void* name`, as ctypes has it."""
+    """Return the ctypes type of a declaration such as `const void* name`."""
     if "*" in declaration:
         return ctypes.c_char_p if "char" in declaration else ctypes.c_void_p
     return _TYPES[declaration.split()[0]]
 
 
 class _Functions(ctypes.CDLL):
-    """A library whose functions refuse arguments beyond those declared; those of a plain CDLL take them."""
+    """A library with functions that refuse surplus arguments. Those of a plain CDLL accept them."""
 
     _func_flags_ = 0
 
 
 class Library:
-    """The library at a path; each function of its C interface is an attribute, without the prefix `trueroll_`.
+    """The library at a path. Each function of its C interface is an attribute, without the prefix `trueroll_`.
 
     Raise OSError if it cannot be loaded, or was compiled from another native/api.h.
     """
@@ -64,21 +64,21 @@ class Library:
             raise OSError(f"{path.name} is of another version: {error}") from None
 
     def instruction_sets(self) -> list[str]:
-        """Those this machine has, best first."""
+        """Return the instruction sets that this machine has, best first."""
         names: list[str] = []
         while name := self.isa_at(len(names)):
             names.append(name.decode())
         return names
 
     def instruction_set(self) -> str:
-        """The one in use."""
+        """Return the instruction set in use."""
         return self.isa().decode()
 
     def choose(self, name: str) -> None:
         """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ConfigError(f"{ISA_VARIABLE}: expected one of {available}, which this machine has, found {name!r}")
+            raise ConfigError(f"{ISA_VARIABLE}: expected one that this machine has ({available}), found {name!r}")
 
     if TYPE_CHECKING:
 
@@ -87,15 +87,16 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """The library, with the instruction set that TRUEROLL_CPU_ISA names, or the best.
+    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or the best one.
 
-    Raise OSError if it was not built or cannot be loaded, ConfigError for an instruction set that is not there.
+    Raise OSError if it was not built or cannot be loaded, and ConfigError for an instruction set that this machine
+    lacks.
     """
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
         raise OSError(
-            f"{path.name} was not built, as TRUEROLL_NATIVE=0 asked for when trueroll was installed; building it needs "
-            "a C++ compiler that knows AMX (GCC 11, Clang 12 or newer)"
+            f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; building it needs a "
+            "C++ compiler that supports AMX (GCC 11, Clang 12 or newer)"
         )
     library = Library(path)
     if wanted := os.environ.get(ISA_VARIABLE):
@@ -104,7 +105,7 @@ def load_library() -> Library:
 
 
 def library_obstacle() -> str:
-    """Why the library cannot be used, or an empty string. Raise ConfigError like `load_library`."""
+    """Return why the library cannot be used, or an empty string. Raise ConfigError in the cases of `load_library`."""
     try:
         load_library()
     except OSError as error:

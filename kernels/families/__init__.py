@@ -1,7 +1,7 @@
-"""The families of decoders that are served and trained: from config.json to a `DecoderSpec`.
+"""The families of decoders that can be served and trained: from config.json to a `DecoderSpec`.
 
-Each module here describes one family, or a few close ones, in `FAMILIES`, and is found by being here. Nothing else
-names an architecture: worker, aligned trainer, random weights and tests read the spec.
+Each module here describes one family, or a few close ones, in its `FAMILIES`, and is discovered automatically. Nothing
+else names an architecture: worker, aligned trainer, random weights and tests read the spec.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from trueroll.errors import ModelError, brief
 from ..specs import DecoderSpec
 
 Describe: TypeAlias = Callable[[dict[str, Any], str], DecoderSpec]
-"""describe(raw, architecture): the decoder of a config.json. Raise ModelError if it is broken or cannot be served."""
+"""describe(raw, architecture): return the decoder that config.json describes. Raise ModelError if the file is broken or
+asks for something that is not served.
+"""
 
 
 @cache
 def families() -> dict[str, Describe]:
-    """The families by the name of their architecture in config.json. A new entry is a new family."""
+    """Return the families by the name of their architecture in config.json. A new entry is a new family."""
     modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
     return {name: describe for module in modules for name, describe in getattr(module, "FAMILIES", {}).items()}
 
 
 def describe(raw: dict[str, Any]) -> DecoderSpec:
-    """The decoder that `raw`, the content of config.json, describes.
+    """Return the decoder that `raw`, the content of config.json, describes.
 
-    Raise ModelError for an architecture of no family, and for a file that is broken or asks for what is not served.
+    Raise ModelError for an unknown architecture, for a broken file, and for settings that are not served.
     """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None

@@ -1,6 +1,7 @@
-"""Gemma 3, text: norms of 1 + w before and after, norms of the heads of q and k, a tanh-GELU gate, scaled embeddings.
+"""Gemma 3, text only: norms of 1 + w before and after, norms of the heads of q and k, a tanh-GELU gate, scaled
+embeddings.
 
-Of six layers five have a window, and a rotation of their own.
+Five of six layers have a window and their own rotation.
 """
 
 from __future__ import annotations

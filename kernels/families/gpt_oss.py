@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks and biases, whose layers have a window in turn, and experts with a clamped gate."""
+"""gpt-oss: attention with sinks and biases, a window in every other layer, and experts with a clamped gate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, NormSpec
 from .settings import expect, fill_layer_types, read_settings
 
-_CLAMPED: dict[str, Any] = dict(swiglu_alpha=1.702, swiglu_limit=7.0)  # of `clamped_silu`
+_CLAMPED: dict[str, Any] = dict(swiglu_alpha=1.702, swiglu_limit=7.0)  # the constants of `clamped_silu`
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=131072,
     num_key_value_heads=8,

@@ -1,5 +1,7 @@
-"""Llama, and what is like it: norms before, a SiLU gate, one rotation. Mistral's layers have a window, Ministral's and
-Qwen's may have one; Qwen2 has biases of q, k and v, Qwen3 norms of the heads of q and k.
+"""Llama and its relatives: norms before, a SiLU gate, one rotation.
+
+Mistral's layers have a window; Ministral's and Qwen's layers may have one. Qwen2 has biases of q, k and v; Qwen3 has
+norms of the heads of q and k.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ def _family(
     qk_norm: bool = False,
     **defaults: Any,
 ) -> Describe:
-    """`windows(settings)`: of each layer. `is_sliding(raw, i)`: whether layer i has one if a file has no `layer_types`.
-    `defaults`: what transformers takes for settings that a file leaves out.
+    """Return the `Describe` function of a family.
+
+    `windows(settings)`: the window of each layer. `is_sliding(raw, i)`: whether layer i has a window if a file has no
+    `layer_types`. `defaults`: the values that transformers uses for settings missing from a file.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:

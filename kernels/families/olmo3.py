@@ -1,5 +1,5 @@
-"""Olmo 3: norms after only, q and k normed over all their heads; of four layers three have a window, and a rotation of
-their own.
+"""Olmo 3: norms after only, q and k normed over all heads at once. Three of four layers have a window and their own
+rotation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _THETA = 500_000.0
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
     raw = _DEFAULTS | raw
-    # As transformers does: an old file's theta is that of full attention alone.
+    # As in transformers, the theta of an old file applies to full attention only.
     theta = {FULL: raw.pop("rope_theta", _THETA), SLIDING: _THETA}
     return fill_rotations(fill_layer_types(raw, lambda i: (i + 1) % 4 != 0), theta)
 

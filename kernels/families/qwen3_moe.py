@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in place of MLPs, in all layers or in some."""
+"""Qwen3-MoE: Qwen3 with experts in place of MLPs, in all layers or some."""
 
 from __future__ import annotations
 

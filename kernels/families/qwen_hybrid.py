@@ -1,8 +1,10 @@
-"""Qwen3-Next and Qwen3.5, text: of four layers three have a gated delta net, the fourth attention with an output gate,
-of whose heads a part is rotated. Norms are of 1 + w, but for that of a delta net's output.
+"""Qwen3-Next and Qwen3.5, text only.
 
-Qwen3-Next has experts in all layers or in some, Qwen3.5-MoE in all; one more of each layer takes all tokens. Of a
-Qwen3.5 checkpoint that has more the text is described.
+Three of four layers have a gated delta net. The fourth has attention with an output gate, and rotates a part of each
+head. Norms multiply by 1 + w, except the norm of a delta net's output.
+
+Qwen3-Next has experts in all layers or some, Qwen3.5-MoE in all. Each layer with experts has a shared expert for all
+tokens. If a Qwen3.5 checkpoint holds more than text, only the text model is described.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _QWEN3_NEXT: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, 
 _QWEN3_NEXT |= dict(intermediate_size=5632, norm_topk_prob=True)
 _QWEN3_5: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=4)
 _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
-# A checkpoint of text, image and video; and what transformers makes of one that it loaded as a decoder.
+# Names in a checkpoint of text, image and video, and the names transformers gives to the text model it loads from it.
 _OF_TEXT = {"model.language_model.": "model."}
 _BESIDE_TEXT = ("model.visual.", "mtp.")
 
@@ -41,8 +43,8 @@ def _describe(
     rotated = 2 * len(rotation.inv_freq)
     if not 0 < rotated <= settings.head_dim:
         raise ModelError(
-            f"expected a partial_rotary_factor that turns at least 2 of {settings.head_dim} elements and no more than "
-            f"all, found {brief(part)}; correct config.json"
+            f"expected a partial_rotary_factor that rotates from 2 to all {settings.head_dim} elements of a head, "
+            f"found {brief(part)}; correct config.json"
         )
     whole = rotated == settings.head_dim
     attention = settings.attention(qk_norm=norm, output_gate=True, rotated=None if whole else rotated)
@@ -86,7 +88,7 @@ def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    # Its files have no intermediate_size, as all layers have experts; and it asks no file whether gates are normed.
+    # The files have no intermediate_size, since all layers have experts. Gates are always normed, without a setting.
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers

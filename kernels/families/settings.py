@@ -1,11 +1,11 @@
 """The settings of a config.json, checked, for the families to read.
 
-Promises that no size is beyond `_MOST`, so that a list of all layers is made in a blink whoever wrote the file. The
-base class of transformers' configurations checks the values and brings old files up to date. Its classes for the
-architectures are not used: importing one imports torch's compiler too, which takes 150 MB.
+Promises that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to build.
+The base class of transformers' configurations checks the values and brings old files up to date. Its subclasses for the
+architectures are not used: importing one also imports torch's compiler, which takes 150 MB.
 """
 
-# No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
+# No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
 
 import inspect
 import math
@@ -25,7 +25,7 @@ from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec,
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-# Of sizes: several times those of any decoder that was published, and their products stay far below 2**63.
+# Limits of sizes: several times the sizes of any published decoder, and products of sizes stay far below 2**63.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -49,10 +49,10 @@ _MOST = {
     "shared_expert_intermediate_size": 2**22,
 }
 MOST_EXPERTS = 2**16
-"""So that a uint16 holds the number of each."""
-# Of a number that scales scores: so that neither it nor its inverse is beyond float32.
+"""The limit that lets a uint16 hold the number of each expert."""
+# The limit of a number that scales scores. Within it, neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
-# What `Settings` understands beside its fields.
+# Keys that `Settings` understands in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
@@ -79,8 +79,10 @@ def _check_scalar(scalar: float | None) -> None:
 
 @strict
 class Settings(PreTrainedConfig):
-    """The settings of config.json that decoders need, by transformers' names. The base class fills in `dtype` and
-    `rope_parameters`, from the keys of older files too (`torch_dtype`, `rope_theta`, `rope_scaling`).
+    """The settings of config.json that decoders need, with transformers' names.
+
+    The base class fills in `dtype` and `rope_parameters`, also from the keys of older files (`torch_dtype`,
+    `rope_theta`, `rope_scaling`).
     """
 
     vocab_size: int = _size("vocab_size")
@@ -115,7 +117,7 @@ class Settings(PreTrainedConfig):
     linear_value_head_dim: int = _size("linear_value_head_dim", default=128)
     linear_conv_kernel_dim: int = _size("linear_conv_kernel_dim", default=4)
     num_experts: int = 0
-    num_local_experts: int | None = None  # another name for it
+    num_local_experts: int | None = None  # another name for num_experts
     num_experts_per_tok: int = _size("num_experts_per_tok", default=8)
     moe_intermediate_size: int = _size("moe_intermediate_size", default=768)
     shared_expert_intermediate_size: int = _size("shared_expert_intermediate_size", default=512)
@@ -124,7 +126,7 @@ class Settings(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
-    # Text has one position on all three axes, whichever pairs of a head each axis turns.
+    # Text has the same position on all three axes, so it does not matter which pairs of a head each axis rotates.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __post_init__(self, **others: Any) -> None:
@@ -134,7 +136,7 @@ class Settings(PreTrainedConfig):
         super().__post_init__(**others)
 
     def types(self: Any, other: str) -> list[str]:
-        """For each layer FULL or `other`, as `layer_types` say. Raise ModelError unless they do so for each."""
+        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither."""
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
@@ -144,19 +146,19 @@ class Settings(PreTrainedConfig):
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """For each layer `window` or none, as `types` say. Raise ModelError for a window that is missing too."""
+        """Return `window` or None for each layer, from `types`. Raise ModelError too if a needed window is missing."""
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
             raise ModelError("expected a sliding_window in config.json, found none; correct the file")
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Attention with the heads of these settings. `others`: further fields of the spec."""
+        """Return attention with the heads of these settings. `others`: further fields of the spec."""
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
     def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
-        """For each layer its experts, or the MLP of those that have none. `others`: as in `experts`."""
+        """Return the experts of each layer, or the MLP of a layer without experts. `others`: as in `experts`."""
         dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
         numbers = range(self.num_hidden_layers)
         is_sparse = [self.num_experts != 0 and i not in dense and (i + 1) % step == 0 for i in numbers]
@@ -165,8 +167,9 @@ class Settings(PreTrainedConfig):
         return [experts if sparse else mlp for sparse in is_sparse]
 
     def experts(self: Any, **others: Any) -> ExpertsSpec:
-        """Experts of these settings. `others`: further fields of the spec. Raise ModelError for more experts of a token
-        than there are, or more than 65,536.
+        """Return the experts of these settings. `others`: further fields of the spec.
+
+        Raise ModelError if a token has more experts than there are, or if there are more than 65,536.
         """
         if not self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS:
             raise ModelError(
@@ -178,7 +181,7 @@ class Settings(PreTrainedConfig):
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """A decoder of these layers, whose last norm is like theirs. `others`: further fields of the spec."""
+        """Return a decoder of these layers. Its last norm is like theirs. `others`: further fields of the spec."""
         return DecoderSpec(
             architecture=architecture,
             dtype=self.dtype or torch.float32,
@@ -193,9 +196,9 @@ class Settings(PreTrainedConfig):
         )
 
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
-        """The rotation of all layers, or of those of a type, where each type has its own.
+        """Return the rotation of all layers, or of the layers of one type where each type has its own.
 
-        Raise ModelError for one that is not served or does not rotate.
+        Raise ModelError for a rotation that is not served or does not rotate.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
@@ -220,7 +223,7 @@ class Settings(PreTrainedConfig):
         if kind != "default":
             of_type = {} if layer_type is None else {"layer_type": layer_type}
             inv_freq, scale = _rope_function(kind)(self, torch.device("cpu"), **of_type)
-            return inv_freq, math.fsum([scale])  # takes numbers alone, and none beyond a float
+            return inv_freq, math.fsum([scale])  # raises for anything but a number that fits in a float
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -228,7 +231,7 @@ class Settings(PreTrainedConfig):
 
 
 def _rope_function(kind: str) -> Callable[..., Any]:
-    """transformers' function for a kind of rotation. Raise ModelError if it is not there, or not called as here."""
+    """Return transformers' function for a kind of rotation. Raise ModelError if it is missing or has changed."""
     function = ROPE_INIT_FUNCTIONS.get(kind, lambda: None)
     arguments = {*inspect.signature(function).parameters}
     if arguments != _ROPE_ARGUMENTS:
@@ -243,18 +246,18 @@ _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 def read_settings(
     fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any], quantized: Collection[str] = ()
 ) -> Any:
-    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out. `quantized`: the
-    methods of quantization that checkpoints of the family may have.
+    """Return the `Settings` in `raw`, the content of config.json.
 
-    Raise ModelError for a file that is broken, for a checkpoint of other quantized weights, and for settings of single
-    layers, which no family has.
+    `fill`: adds settings that a file may omit. `quantized`: the quantization methods that checkpoints of the family may
+    have. Raise ModelError for a broken file, for a checkpoint with any other quantization, and for per-layer settings,
+    which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
         raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
     try:
-        # A copy, as it is filled in.
+        # A copy, since `fill` changes it.
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
         return Settings(**filled)
     except Exception as error:
@@ -272,18 +275,18 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """`raw` with `layer_types`; those of a file without them follow from the layers' numbers: FULL, or `other`."""
+    """Return `raw` with `layer_types`. A file without them gets FULL or `other`, by the number of each layer."""
     count = raw.get("num_hidden_layers")
-    # The count was not checked yet.
+    # The count has not been checked yet.
     if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:
         raw["layer_types"] = [other if is_other(i) else FULL for i in range(count)]
     return raw
 
 
 def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
-    """`raw` with `rope_parameters` for each type of layer, which older files do not have.
+    """Return `raw` with `rope_parameters` for each type of layer, which older files do not have.
 
-    `theta`: of each type, where they do not say it. What `rope_scaling` says is of full attention.
+    `theta`: the value for each type, used where the parameters have none. `rope_scaling` applies to full attention.
     """
     given, scaling = raw.pop("rope_parameters", None) or {}, raw.pop("rope_scaling", None) or {}
     ropes = {kind: given.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)}
@@ -301,8 +304,11 @@ def _broken(error: Exception) -> ModelError:
 
 
 def expect(settings: Any, **others: Any) -> None:
-    """Raise ModelError unless `settings` ask for what is served. `others`: what further ones have to be, or these
-    in place of none."""
+    """Raise ModelError unless `settings` ask only for what is served.
+
+    `others`: required values of further settings. A value for one of the settings below replaces the default
+    requirement.
+    """
     whole = others.pop("partial_rotary_factor", 1.0)
     faults = {
         "attention_bias": (bool(settings.attention_bias), False),
@@ -325,7 +331,7 @@ def expect(settings: Any, **others: Any) -> None:
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """The part of a head that the rotations turn; where they differ, one that is not the whole."""
+    """Return the part of a head that the rotations turn. Where they differ, return one that is not 1.0."""
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]
     return next((part for part in parts if part != 1.0), 1.0)

@@ -1,14 +1,14 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
-In products tokens lie on the N side of every matrix instruction, weights on its M side. An instruction takes 16 columns
-of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is always
-the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either. Attention has one
-tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other. The
-rows of an expert are listed on the GPU, and their products keep the rules of all others.
+In products, weights lie on the M side of every matrix instruction, tokens on the N side. An instruction processes 16
+columns of K, in ascending order. Its N follows the number of rows, and no bit depends on it. Its M is always the same
+on sm_80 and sm_90. On sm_100 it is 64 or 128, depending on the tile, and no bit is expected to depend on that either.
+Attention has one tile for any number of rows. So has the recurrence of a delta net, which processes one token after the
+other. The rows of an expert are listed on the GPU, and their products follow the same rules as all others.
 
-`launch` pins the settings of the compiler that change bits; `products`, `experts`, `attention`, `recurrence`, `rows`
-and `head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels
-run in Triton's interpreter, for tests.
+`launch` pins the compiler settings that change bits. `products`, `experts`, `attention`, `recurrence`, `rows` and
+`head` hold the kernels, each with its table of tiles. `backend` joins them to the ops. Without a GPU the kernels run in
+Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import torch
 from ..specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec
 
 MOST_HEAD_DIM = 256
-MOST_KEY_HEAD_DIM = 256  # of a delta net: a program holds whole columns of its state
-MOST_KERNEL_SIZE = 17  # of a delta net's convolution: one program reads all of the old tail
-MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
-MOST_EXPERTS = 1024  # one program chooses among all of a row's scores
+MOST_KEY_HEAD_DIM = 256  # for a delta net: a program holds whole columns of its state
+MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of the old tail
+MOST_GROUP = 64  # heads that share a key-value head: they are the rows of one tile
+MOST_EXPERTS = 1024  # one program reads all scores of a row
 LEAST_CAPABILITY = (8, 0)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Why these kernels cannot serve such a decoder on a device in a dtype, or an empty string. `spec`: None for ops
-    alone.
+    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
+
+    `spec`: None to ask about the ops alone.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
@@ -50,17 +51,17 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """What the kernels expect of a decoder in this dtype and what they find, or an empty string."""
+    """Return what the kernels expect of a decoder in this dtype and what they found instead, or an empty string."""
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved
     for role, own in spec.own_dtypes(dtype).items():
         return f"all weights in {dtype}, found {role} in {own}"
-    return "" if spec.pieces == 1 else f"products that lead back in 1 piece, found {spec.pieces}"
+    return "" if spec.pieces == 1 else f"products back to hidden states in 1 piece, found {spec.pieces}"
 
 
 def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
-    """As `_unserved`, of a mixer."""
+    """`_unserved` for a mixer."""
     if isinstance(mixer, DeltaNetSpec):
         if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
             return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements, found {mixer.key_head_dim}"
@@ -75,12 +76,12 @@ def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
 
 
 def _unserved_mlp(mlp: MlpSpec | ExpertsSpec) -> str:
-    """As `_unserved`, of an MLP or experts."""
+    """`_unserved` for an MLP or experts."""
     if isinstance(mlp, ExpertsSpec) and mlp.num_experts > MOST_EXPERTS:
         return f"up to {MOST_EXPERTS} experts, found {mlp.num_experts}"
     return ""
 
 
 def is_interpreted() -> bool:
-    """Whether kernels that this process makes run in Triton's interpreter, on the CPU."""
+    """Return whether kernels of this process run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

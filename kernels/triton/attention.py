@@ -1,32 +1,33 @@
 """Attention over the paged cache.
 
-Owned here: which program computes what, and the order of every sum. Not owned: how keys and values come into the cache.
-One promise of those who write it is used: a value in the cache is finite, and a token whose key or value was not finite
-has a key of NaN throughout. So a token that a query does not see adds nothing to it, and one that it sees makes it NaN.
+Owns which program computes what, and the order of every sum. Does not own how keys and values get into the cache. It
+relies on one promise of the code that writes them: a value in the cache is finite, and a token with a non-finite key or
+value has a key of NaN in all elements. So a token that a query does not see adds nothing to the query's result, and a
+non-finite token that it sees makes the result NaN.
 
-A row is a query and one head of the group that shares a key-value head. A tile has ROWS rows, also where fewer are
-wanted, since a matrix instruction takes no less: a product is queries [ROWS, D] by keys [D, KEYS], or weights [ROWS,
-KEYS] by values [KEYS, D]. Each warp has rows of its own, so that weights stay in the registers where scores came to be,
-and the highest of a row's and their sum are found without shared memory. All programs have tiles of this one shape, and
-the same warps: the order of a row's sums is that of the compiled tile.
+A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
+needed, since a matrix instruction takes no fewer. A product is queries [ROWS, D] by keys [D, KEYS], or weights [ROWS,
+KEYS] by values [KEYS, D]. Each warp has its own rows. So weights stay in the registers where their scores were
+computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and the same
+number of warps, so the order of a row's sums is that of the compiled tile.
 
-The key axis is cut at absolute multiples of PARTITION. A partition is reduced from fresh by online softmax (Milakov and
-Gimelshein 2018), one tile of KEYS after the other; the partitions are folded from left to right. This is done in two
-ways, by the same functions, so that a query's bits do not depend on the way:
+The key axis is cut at absolute multiples of PARTITION. Each partition is reduced from scratch by online softmax
+(Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. There are
+two ways to do this, with the same functions, so a query's bits do not depend on the way:
 
 - Sequences with one query: several programs share the partitions of a sequence and key-value head, and a second kernel
-  folds what they leave in a workspace. Each key and value is read once; D + 2 float32 numbers for each partition and
-  row are written and read.
-- Sequences with more queries: one program takes a tile of rows through all its partitions and folds on the way. Keys
+  folds their results from a workspace. Each key and value is read once. D + 2 float32 numbers per partition and row are
+  written and read.
+- Sequences with more queries: one program takes a tile of rows through all its partitions and folds along the way. Keys
   and values are read once for each tile of rows.
 
-A sink is one key more, which every query of its head sees and whose value is zero. It is folded in behind the last
-partition, in both ways by the same function.
+A sink is an additional key that every query of its head sees and that has a value of zero. It is folded in after the
+last partition, in both ways by the same function.
 
-A row that sees nothing of a tile or of a partition multiplies what it holds by 1, or by 0 the zeros that it holds
-before its first key, and adds zeros: that changes no more than the sign of a zero, and zeros are made positive at the
-end. So a program leaves out the partitions and tiles that lie behind the windows of all its rows. Of the first tile it
-reads no key behind them, whatever the block table has there.
+If a row sees nothing of a tile or partition, its sums are multiplied by 1 and zeros are added; before its first key,
+its sums are zeros that are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
+So a program skips the partitions and tiles that lie behind the windows of all its rows. In the first tile it reads no
+key behind the windows, so the block table may hold anything there.
 """
 
 from __future__ import annotations
@@ -44,16 +45,19 @@ from . import MOST_GROUP
 from .launch import aligned, device_function, exact_jit, launch
 
 ROWS = MOST_GROUP
-# Keys of a tile, warps and stages: of heads of up to 128, and of wider ones, which take more registers.
+# (keys of a tile, warps, stages), for heads of size up to 128 and for wider ones, which take more registers.
 NARROW, WIDE = (64, 4, 3), (32, 8, 2)
 PARTITION = 512
-DECODE_PROGRAMS = 2048  # several for each multiprocessor of a large GPU
+DECODE_PROGRAMS = 2048  # several per multiprocessor of a large GPU
 NO_WINDOW = 2**31 - 1  # no position is higher
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class _Inputs(NamedTuple):
-    """What all kernels take. `tables`: the block tables. `scale`: of scores in powers of 2. `sinks` [heads]: theirs."""
+    """The inputs of all kernels.
+
+    `tables`: the block tables. `scale`: of the scores, which are exponents of 2. `sinks`: [heads], or None.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -68,8 +72,9 @@ class _Inputs(NamedTuple):
 class _Plan(NamedTuple):
     """Which kernel computes which sequence. The tensors are int64.
 
-    `decodes` [n]: the sequences with one query. `tiles` [n, 2]: sequence and number of each tile of rows of the others.
-    `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest of `decodes`.
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for the other sequences the sequence and number of
+    each tile of rows. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
+    context of `decodes`.
     """
 
     decodes: Tensor
@@ -91,10 +96,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
-    bfloat16 or float16, D up to 256, up to ROWS heads for each key-value head. Scores, softmax and sums are float32;
-    weights are rounded to the dtype before they multiply values. With `batch.lens`, what is computed follows from
-    tensors on the device alone. A block table may name any block for what lies behind the windows of all queries of its
-    sequence.
+    Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
+    are float32. Weights are rounded to the dtype before they multiply values. With `batch.lens`, the computation
+    depends only on tensors on the device. A block table may name any block for tokens behind the windows of all queries
+    of its sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -102,7 +107,7 @@ def paged_attention(
     out = torch.empty_like(inputs.q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
-        # Where sequences are not listed, the kernels read only the last of the three places.
+        # If sequences are not listed, the kernels read only the last of the three.
         _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
     rows_per_query, stream = q.shape[1] // k_cache.shape[2], current_stream(q.device)
@@ -120,9 +125,10 @@ def _plan(
     device: torch.device,
     stream: torch.cuda.Stream | None,
 ) -> _Plan:
-    """The plan of a batch, made once for all layers. It is on its way on `stream`, so no other may read it.
+    """Return the plan of a batch, made once for all layers.
 
-    Of a sequence, the tiles that see the most keys come first.
+    The plan's copy to the device is queued on `stream`, so no other stream may read it. Of each sequence's tiles, those
+    that see the most keys come first.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // ROWS) if count > 1 else 0 for count in queries]
@@ -133,9 +139,9 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Computes the sequences that `places` lists, or if they are not listed, query i from sequence i for all.
+    """Compute the sequences that `places` lists; if not `listed`, compute query i from sequence i for all sequences.
 
-    `places`: `decodes`, `starts` and `lens` of a plan. `longest`: the most tokens that such a sequence may have.
+    `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
     """
     q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
     group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
@@ -151,12 +157,12 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
 
 
 def _most_partitions(longest: int, window: int) -> int:
-    """Of how many partitions a query may see keys, in a context of up to `longest` tokens."""
+    """Return how many partitions a query can see keys of, in a context of up to `longest` tokens."""
     return min(-(-longest // PARTITION), (window + PARTITION - 2) // PARTITION + 1)
 
 
 def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
-    """Computes the tiles of a plan."""
+    """Compute the tiles of a plan."""
     kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     sinks, which = _sinks(inputs)
@@ -165,12 +171,12 @@ def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
 
 
 def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
-    """What the kernels that give results take of sinks; without, a tensor that they do not read."""
+    """Return the sinks for the kernels that store results; without sinks, a tensor that they do not read."""
     return inputs.q if inputs.sinks is None else inputs.sinks, dict(SINKS=inputs.sinks is not None)
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
-    """What the kernels that read keys are launched with: of D alone, what a row's bits depend on."""
+    """Return the launch arguments of the kernels that read keys. Those that affect a row's bits depend on D alone."""
     shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
     keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
     settings = dict(KEYS=keys, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap, warps=warps, stages=stages)
@@ -178,13 +184,13 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Constants of all kernels. SIZE: D padded to what tiles may measure."""
+    """Return the constants of all kernels. SIZE: D padded to a size that tiles may have."""
     size = max(64, _power_of_2(q.shape[2]))
     return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
 
 
 def _power_of_2(n: int) -> int:
-    """The lowest that is not below n."""
+    """Return the lowest power of 2 that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -214,8 +220,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j): partitions j, j + number of such programs, ... of those that the i-th sequence's query
-    sees."""
+    """Program (i, kv_head, j): every tl.num_programs(2)-th partition that the i-th sequence's query sees, from j on."""
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -258,7 +263,7 @@ def _fold_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head): the result of the i-th sequence's query, from what `_decode_kernel` left."""
+    """Program (i, kv_head): the result of the i-th sequence's query, from the workspace of `_decode_kernel`."""
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -330,7 +335,7 @@ def _prefill_kernel(
 
 @device_function
 def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
-    """(sequence, its only query, context length) of the i-th sequence that decodes."""
+    """Return (sequence, its only query, context length) of the i-th sequence with one query."""
     sequence = i
     query = i
     if LISTED:
@@ -341,7 +346,7 @@ def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
 
 @device_function
 def _oldest(position, window):
-    """The first key that a query at this position sees."""
+    """Return the first key that a query at this position sees."""
     return tl.maximum(position - window + 1, 0)
 
 
@@ -362,10 +367,10 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in their windows.
+    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in their windows.
 
-    `seen`: the first key that any row sees, where the partition starts and ends, and the sequence's last token. Keys
-    before the first and after the last are not read, but these two in their place: they may be another sequence's.
+    `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
+    before the first and after the last may belong to another sequence; these two are read in their place.
     """
     d = tl.arange(0, SIZE)
     oldest, start, end, last = seen
@@ -373,7 +378,7 @@ def _partition(
     for first in range(tl.maximum(start, oldest // KEYS * KEYS), end, KEYS):
         token = first + tl.arange(0, KEYS)
         stored = tl.minimum(tl.maximum(token, oldest), last)
-        # A cache has fewer than 2**31 slots of all heads; 64 bits for each would not leave enough registers.
+        # A cache has fewer than 2**31 slots over all heads; 64 bits for each would not leave enough registers.
         slot = tl.load(table_ptr + stored // BLOCK).to(tl.int32) * BLOCK + stored % BLOCK
         place = (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
         k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
@@ -386,13 +391,13 @@ def _partition(
 
 @device_function
 def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """The partial softmax over no key: the highest score, the sum of weights, and that of weighted values."""
+    """Return the partial softmax over no key: highest score, sum of weights, and sum of weighted values."""
     return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
 
 
 @device_function
 def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
-    """Scores [ROWS, KEYS] of keys k [SIZE, KEYS] in powers of 2."""
+    """Return scores [ROWS, KEYS] for keys k [SIZE, KEYS], as exponents of 2."""
     scores = tl.dot(q, k) * scale
     if SOFT_CAP is not None:
         scores = _capped(scores, SOFT_CAP)
@@ -401,7 +406,7 @@ def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _capped(scores, SOFT_CAP: tl.constexpr):
-    """SOFT_CAP * tanh(score / SOFT_CAP) of scores, which like the results are in powers of 2."""
+    """Return SOFT_CAP * tanh(score / SOFT_CAP). Scores and results are exponents of 2."""
     decay = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
     capped = (1.0 - decay) / (1.0 + decay) * (SOFT_CAP * _LOG2_E)
     return tl.where(scores < 0, -capped, capped)
@@ -409,9 +414,10 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _add_tile(peak, total, out, scores, v):
-    """A partial softmax with the keys of a tile added, their values v [KEYS, SIZE].
+    """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
 
-    The highest score of a tile may pass over NaN, but its weight is NaN, and so are `total` and `out` from then on.
+    The highest score of a tile may ignore a NaN, but the NaN's weight is NaN, and so are `total` and `out` from then
+    on.
     """
     highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
@@ -423,7 +429,7 @@ def _add_tile(peak, total, out, scores, v):
 
 @device_function
 def _fold(left_peak, left_total, left_out, peak, total, out):
-    """Two partial softmaxes as one."""
+    """Fold two partial softmaxes into one."""
     highest = tl.maximum(left_peak, peak, propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
     left_kept, kept = tl.exp2(left_peak - base), tl.exp2(peak - base)
@@ -436,7 +442,7 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
 
 @device_function
 def _add_sinks(peak, total, out, sinks_ptr):
-    """The sums of a partial softmax with one score more for each row, of a value of zero."""
+    """Add a sink to each row of a partial softmax: one more score, with a value of zero."""
     sink = tl.load(sinks_ptr).to(tl.float32) * _LOG2_E
     base = _base(tl.maximum(peak, sink, propagate_nan=tl.PropagateNan.ALL))
     kept = tl.exp2(peak - base)
@@ -445,11 +451,13 @@ def _add_sinks(peak, total, out, sinks_ptr):
 
 @device_function
 def _base(peak):
-    """What scores are taken relative to: the highest, or 0 where no key was seen, since -inf less -inf is NaN."""
+    """Return the score that others are taken relative to: the highest, or 0 if no key was seen, since -inf - -inf is
+    NaN.
+    """
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
 @device_function
 def _mean(total, out):
-    """The weighted mean of the values [ROWS, SIZE]. -0 and 0 both become 0."""
+    """Return the weighted mean of the values [ROWS, SIZE]. -0 becomes 0."""
     return out / total[:, None] + 0.0

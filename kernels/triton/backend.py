@@ -1,9 +1,9 @@
-"""The ops of `contract.Backend` by Triton kernels, for bfloat16 and float16.
+"""The ops of `contract.Backend` with Triton kernels, for bfloat16 and float16.
 
-Joins the kernels of the modules beside it; `launch` says how they keep the contract. A weight is a plain tensor. The
-tensors of a call lie on one CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
-on the host, and no shape depends on what a tensor holds, so a CUDA graph can hold any of them; for attention that takes
-`AttentionBatch.lens`, for a delta net one row of each sequence.
+Joins the kernels of the neighbouring modules; `launch` describes how they keep the contract. A weight is a plain
+tensor. The tensors of a call lie on one CUDA device, or all on the CPU if kernels are interpreted. No op reads a tensor
+on the host, and no shape depends on a tensor's contents. So a CUDA graph can hold any op: attention if it is given
+`AttentionBatch.lens`, and a delta net if each sequence has one row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """The current GPU's architecture, or the interpreter, and the settings that kernels are compiled with."""
+    """Return the current GPU's architecture, or the interpreter, and the settings that kernels are compiled with."""
     return f"{_processor()}, {describe_settings()}"
 
 
@@ -74,7 +74,7 @@ def prepare(compute: Callable[[int], object], most_rows: int, device: torch.devi
 
 
 def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
-    """The forms of kernels that `compute(rows)` launches for any number of rows from 1 to `most_rows`, each once."""
+    """Return the distinct forms of kernels that `compute(rows)` launches for all numbers of rows up to `most_rows`."""
     with recording() as launches:
         for rows in _row_counts(most_rows):
             compute(rows)
@@ -82,9 +82,10 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 
 
 def _row_counts(most: int) -> list[int]:
-    """Numbers of rows that need all forms which any number up to `most` needs.
+    """Return numbers of rows that together need all the forms which any number up to `most` needs.
 
-    How many tiles are filled changes at multiples of 16 alone. What is chosen between two of them, one of them has.
+    The number of filled tiles changes only at multiples of 16. Any choice made between two multiples is made at one of
+    them.
     """
     return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 

@@ -1,17 +1,17 @@
-"""Mixtures of experts: which experts a row goes to, and what they make of it.
+"""Mixtures of experts: which experts a row goes to, and the sum of their outputs.
 
-A pair is a row and one of its experts, counted row by row. `experts` lists the pairs expert by expert and cuts each
-expert's list into tiles; a program of a product takes one of these tiles and some features of its expert's weight, so
-that an expert's weight is read once for each tile of its rows. How many tiles there will be is not known on the host:
-the grid is as large as it may have to be, and programs beyond the last tile end at once.
+A pair is a row and one of its experts; pairs are numbered row by row. `experts` lists the pairs expert by expert and
+cuts each expert's list into tiles. A program of a product takes one tile and some features of its expert's weight, so
+an expert's weight is read once for each tile of its rows. The host does not know the number of tiles: the grid has the
+largest possible size, and programs beyond the last tile end immediately.
 
-A product keeps the rules of `products`: rows on the N side of the matrix instruction, K cut into pieces by the shape of
-one expert's weight, all of them summed in ascending order by one program. So an element has the bits of `linear` with
-that expert alone, whichever rows are listed beside it. The products with `down` are stored pair by pair in float32,
-times their gates, and a last kernel adds those of a row in the order of its list, which ascends. No float is added
-atomically.
+A product follows the rules of `products`: rows lie on the N side of the matrix instruction, K is cut into pieces by the
+shape of one expert's weight, and one program sums all pieces in ascending order. So an element has the bits of `linear`
+with that expert alone, independent of the other rows listed with it. The products with `down` are multiplied by their
+gates and stored pair by pair in float32. A last kernel adds those of a row in the order of its list, which is
+ascending. No float is added atomically.
 
-Owns: the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own: the
+Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
 router's product, the shared expert, and how K is summed (products.py).
 """
 
@@ -41,23 +41,23 @@ from .products import (
 )
 from .rows import sum_in_pairs
 
-# By the rows of an expert. K may have pieces, whose sums take registers.
+# Tiles in ascending order of the rows of an expert. K may have pieces, and their sums take registers.
 TILES = (
     Tile(64, 16, 0, 128, 4, 3),
     Tile(64, 32, 0, 128, 4, 3),
     Tile(64, 64, 0, 64, 4, 4),
     Tile(128, 128, 0, 64, 8, 3),
 )
-MOST_MADE = 2**28  # bytes of products with `down` that are held at once, unless 16 rows have more
+MOST_MADE = 2**28  # bytes of products with `down` that are held at once, unless 16 rows take more
 _LISTED = 1024  # pairs that a program lists at a time
 _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 
 
 class _Lists(NamedTuple):
-    """The pairs expert by expert, all int32.
+    """The pairs, expert by expert. All tensors are int32.
 
-    `pairs` [pairs]; `tiles` [most, 3]: expert, where in `pairs` a tile begins, and where it ends; `counts` [experts +
-    1]: the pairs of each expert, and the number of tiles.
+    `pairs`: [pairs]. `tiles`: [most, 3], the expert of a tile, and its start and end in `pairs`. `counts`: [experts +
+    1], the number of pairs of each expert, then the number of tiles.
     """
 
     pairs: Tensor
@@ -66,15 +66,16 @@ class _Lists(NamedTuple):
 
 
 def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(experts, gates) of logits [M, E], or the gates of those that are chosen: int32 and float32 [M, top_k].
+    """Return (experts, gates) of logits [M, E], or the gates of the `chosen` experts: int32 and float32 [M, top_k].
 
-    The gates are over the sum of the chosen experts, in the order of their ids, or of all, in that of `sum_in_pairs`.
+    A gate's denominator is the sum over the chosen experts, in the order of their ids, or over all experts, in the
+    order of `sum_in_pairs`.
     """
     logits = aligned(logits)
     rows, count = logits.shape
     experts = logits.new_empty(rows, spec.top_k, dtype=torch.int32)
     gates = torch.empty_like(experts, dtype=torch.float32)
-    # A pointer that the kernel does not read has to point somewhere.
+    # A pointer must be valid even if the kernel does not read it.
     args = logits, logits if chosen is None else aligned(chosen), experts, gates
     span = triton.next_power_of_2(count)
     sizes = dict(E=count, SPAN=span, TOP_K=spec.top_k)
@@ -91,12 +92,12 @@ def experts(
     gates: Tensor,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """What the experts of each row make of x [M, H], added by ascending id in float32, plus `shared` [M, H]: [M, H].
+    """Apply each row's experts to x [M, H], add them by ascending id in float32, and add `shared` [M, H]: [M, H].
 
-    Of many rows so many at a time that their products take no more than MOST_MADE.
+    Rows are processed in parts, so that their products take no more than MOST_MADE.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)  # so that no part begins off 16 bytes
+    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)  # keeps each part aligned to 16 bytes
     for start in range(0, len(x), most):
         part = slice(start, start + most)
         others = None if shared is None else shared[part]
@@ -113,7 +114,7 @@ def _mix(
     shared: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Computes `experts` into `out`."""
+    """Compute `experts` into `out`."""
     (rows, hidden), inner = x.shape, spec.intermediate_size
     tile = _tile(experts.numel(), spec.num_experts, hidden, inner)
     lists = _list(experts, spec.num_experts, tile.tokens)
@@ -130,8 +131,10 @@ def _mix(
 
 
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
-    """The narrowest with twice as many tokens as an expert has rows on average, so that few experts fill a second one:
-    a program that multiplies too many is still faster than reading the weight again.
+    """Return the narrowest tile with at least twice as many tokens as an expert has rows on average.
+
+    Then few experts fill a second tile. A program that multiplies too many tokens is still faster than reading the
+    weight again.
     """
     if any(n % 8 for n in columns):
         return NARROW_TILE
@@ -139,13 +142,15 @@ def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
 
 
 def most_tiles(pairs: int, num_experts: int, width: int) -> int:
-    """The most tiles of this width that pairs can fill or begin: where each expert's last one has a single pair."""
+    """Return the most tiles of this width that pairs can need: the case where each expert's last tile has a single
+    pair.
+    """
     begun = min(pairs, num_experts)
     return begun + (pairs - begun) // width
 
 
 def _list(experts: Tensor, num_experts: int, width: int) -> _Lists:
-    """The lists of experts [M, top_k], in tiles of this width."""
+    """Return the lists of experts [M, top_k], in tiles of this width."""
     pairs = experts.numel()
     shapes = (pairs,), (most_tiles(pairs, num_experts, width), 3), (num_experts + 1,)
     lists = _Lists(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
@@ -166,7 +171,7 @@ def _multiply(
     sides: int,
     **constants: Any,
 ) -> None:
-    """Launches a kernel of products of x [rows, K] with each expert's part of a weight: `sides` matrices."""
+    """Launch a kernel for products of x [rows, K] with each expert's part of a weight, which holds `sides` matrices."""
     count, columns = len(lists.counts) - 1, x.shape[1]
     rows = len(weight) // (count * sides)
     pieces, width_unit = k_splits(rows, columns), unit(rows)
@@ -190,7 +195,7 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i, those of the highest logits or those that are `CHOSEN`, and their gates."""
+    """Program i: the experts of row i, which have the highest logits or are `CHOSEN`, and their gates."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
     logits = tl.load(logits_ptr + row * E + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
@@ -215,7 +220,7 @@ def _route_kernel(
 
 @device_function
 def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
-    """Which experts stand in a list."""
+    """Return which experts are in a list."""
     listed = expert < 0
     for i in range(TOP_K):
         listed = listed | (expert == tl.load(chosen_ptr + i))
@@ -224,11 +229,12 @@ def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
 
 @device_function
 def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
-    """Which TOP_K experts have the highest logits, of equal ones the lower ids. NaN is above all, whatever its bits.
+    """Return which TOP_K experts have the highest logits, the lower ids first among equal logits. Any NaN ranks
+    highest.
 
-    By integers, each another one, whose order is that of logits and then the reverse of the ids.
+    Logits and ids are mapped to distinct integers, ordered by logit and then by descending id.
     """
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 is as high as 0
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # makes -0 equal to 0
     bits = tl.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     key = tl.where(expert < E, bits.to(tl.int64) * SPAN + (SPAN - 1 - expert), _NO_KEY)
     for _ in range(TOP_K):
@@ -238,7 +244,7 @@ def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.con
 
 @exact_jit
 def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
-    """Program i: the pairs of expert i."""
+    """Program i: the number of pairs of expert i."""
     count = tl.zeros([TILE], tl.int32)
     for start in range(0, pairs, TILE):
         count += _of_expert(experts_ptr, start + tl.arange(0, TILE), pairs).to(tl.int32)
@@ -257,7 +263,9 @@ def _list_kernel(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i: the list of expert i, behind those before it, and its tiles. The last one counts all tiles."""
+    """Program i: the list of expert i, placed after those of lower experts, and its tiles. The last program counts all
+    tiles.
+    """
     expert, other, place = tl.program_id(0), tl.arange(0, SPAN), tl.arange(0, TILE)
     counts = tl.load(counts_ptr + other, mask=other < E, other=0)
     first = tl.sum(tl.where(other < expert, counts, 0), axis=0)
@@ -281,7 +289,7 @@ def _list_kernel(
 
 @device_function
 def _of_expert(experts_ptr, pair, pairs):
-    """Which pairs are of this program's expert."""
+    """Return which pairs belong to this program's expert."""
     return tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == tl.program_id(0)
 
 
@@ -308,9 +316,9 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile): the i-th features of the inner rows of a tile, which are stored in the order of the lists.
+    """Program (i, tile): the i-th features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile is of gate, the lower half of up. `features`, `columns` and `piece` are counted in their
+    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` are counted in
     units.
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
@@ -352,7 +360,7 @@ def _down_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Like `_gate_up_kernel`, for the products of inner rows, times their gates, which are stored pair by pair."""
+    """Like `_gate_up_kernel`, for the products of inner rows times their gates, stored pair by pair."""
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return
     features, columns = features * WIDTH_UNIT, columns * UNIT
@@ -370,7 +378,7 @@ def _down_kernel(
 
 @device_function
 def _tile_of_program(tiles_ptr, TOKENS: tl.constexpr):
-    """(expert, places in the lists, end of its own) of the tile of this program."""
+    """Return (expert, places in the lists, end of the tile) for the tile of this program."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     return tl.load(tile_ptr), tl.load(tile_ptr + 1) + tl.arange(0, TOKENS), tl.load(tile_ptr + 2)
 
@@ -388,7 +396,7 @@ def _product(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Products of rows of a weight and what lies at `x_row`, plus their biases: float32 [rows, tokens]."""
+    """Return products of weight rows with the rows at `x_row`, plus their biases: float32 [rows, tokens]."""
     w = w_ptr + w_row.to(tl.int64) * columns
     total = sums_of_pieces(w, (x_row, x_row), columns, piece * PIECE_UNIT, CUT, 0, UNIT, DEPTH)[0]
     if BIAS:
@@ -400,7 +408,7 @@ def _product(
 def _add_kernel(
     made_ptr, shared_ptr, out_ptr, features, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Program (row, i): the i-th columns of what a row's experts made, added in the order of their list."""
+    """Program (row, i): the i-th columns of the sum over a row's experts, added in the order of their list."""
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

@@ -1,13 +1,13 @@
 """From hidden states to tokens and their log-probs, and the filters of a distribution.
 
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
-Does not own the product that gives the logits (products.py).
+Does not own the product that computes the logits (products.py).
 
-Every op here that gives log-probs runs the same two kernels, compiled alike for any number of rows, so their bits
-agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second folds: the
-highest logit, the sum of exponentials below it, and the best token. A NaN logit makes the sum NaN, and so the log-prob
-of every token of its row. `token_statistics` takes the folded sums: to fold them in a kernel of its own, with other
-warps, would add them in another order. Nothing here reads a value on the host.
+All ops here that return log-probs run the same two kernels, compiled identically for any number of rows, so their bits
+agree. The first kernel cuts each row at absolute multiples of SECTION and reduces each section to its highest logit,
+its sum of exponentials and its best token. The second kernel folds the sections. A NaN logit makes the sum NaN, and so
+the log-prob of every token of its row. `token_statistics` reuses the folded sums: a kernel of its own, with other
+warps, would add them in another order. No op reads a value on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 
 SECTION = 2048
-_LISTED = 32  # tokens whose log-probs are stored at a time
+_LISTED = 32  # tokens with log-probs that are stored at a time
 _SAMPLE = tl.constexpr(SAMPLE)
 
 
@@ -65,14 +65,14 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def _choose(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of `next_tokens` for rows of float32 logits [M, V]; the other arguments are columns of `Wanted`."""
+    """Return the results of `next_tokens` for float32 logits [M, V]; the other arguments are columns of `Wanted`."""
     return _choose_and_sum(logits, targets, temperatures, raw, seeds, positions)[:3]
 
 
 def _choose_and_sum(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Those of `_choose`, and of each row the highest logit and the sum of exp(logit - that), float32 [M]."""
+    """Return the results of `_choose`, each row's highest logit, and its sum of exp(logit - highest), float32 [M]."""
     rows, vocab_size = logits.shape
     sections = -(-vocab_size // SECTION)
     asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
@@ -88,7 +88,7 @@ def _choose_and_sum(
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
-    """torch's sort and gather only move data."""
+    """torch's sort and gather only move data; the kernels do all arithmetic."""
     logits, ids = aligned(logits), aligned(token_ids)
     ones = torch.ones_like(ids, dtype=torch.float32)
     _, log_probs, _, peaks, totals = _choose_and_sum(logits, ids, ones, ones.bool(), ids, ids)
@@ -102,7 +102,7 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """torch's sort and scatter only move data; what is summed, and so rounded, is in `_count_kept_kernel`."""
+    """torch's sort and scatter only move data; all sums, and so all rounding, are in `_count_kept_kernel`."""
     rows, vocab_size = logits.shape
     ordered, ids = torch.sort(logits.contiguous(), dim=-1, descending=True, stable=True)
     kept = torch.empty_like(top_k)
@@ -110,7 +110,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     launch(_count_kept_kernel, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
     ranks = torch.arange(vocab_size, device=logits.device)
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
-    # Where a sort puts NaN depends on its sign.
+    # A sort places NaN by its sign, so rows with NaN stay unchanged.
     return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
@@ -131,8 +131,8 @@ def _reduce_section_kernel(
 ) -> None:
     """One section of one row: the parts that `_fold_sections_kernel` reads.
 
-    `peaks`, `totals`: the highest logit of the log-prob's distribution, the sum of exp(logit - peak). `bests`,
-    `best_ids`: the highest of what the token is chosen by, and the lowest id that has it. NaN counts as the highest.
+    `peaks`, `totals`: the highest logit of the log-prob's distribution, and the sum of exp(logit - peak). `bests`,
+    `best_ids`: the highest score that the token is chosen by, and the lowest id that has it. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -173,7 +173,7 @@ def _fold_sections_kernel(
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One row: its token, the token's log-prob, whether both are numbers, and the sums of its sections."""
+    """One row: its token, the token's log-prob, whether the result is valid, and the folded sums of its sections."""
     row = tl.program_id(0).to(tl.int64)
     sections = tl.arange(0, SPAN)
     parts, real = row * SECTIONS + sections, sections < SECTIONS
@@ -209,7 +209,7 @@ def _statistics_kernel(
     SECTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One row: the log-probs of `count` logits of it, and its entropy."""
+    """One row: the log-probs of `count` of its logits, and its entropy."""
     row = tl.program_id(0).to(tl.int64)
     peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
@@ -235,9 +235,9 @@ def _count_kept_kernel(
     V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """How many of a row's logits stay, which come in falling order; of no meaning for a row with NaN.
+    """Count how many of a row's logits, in descending order, the filters keep. Meaningless for a row with NaN.
 
-    The first that a filter drops takes all behind it along, so that rounding leaves no hole.
+    The first dropped logit drops all after it too, so that rounding leaves no gap.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -260,7 +260,7 @@ def _count_kept_kernel(
 def _weights(
     row_ptr: tl.tensor, start: tl.tensor, best: tl.tensor, limit: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """exp(logit - best) at ranks [start, start + TILE), 0 from `limit` on."""
+    """Return exp(logit - best) at ranks [start, start + TILE), 0 from `limit` on."""
     ranks = start + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ranks, mask=ranks < V, other=-float("inf"))
     return tl.where(ranks < limit, tl.exp(logits - best), 0.0)
@@ -268,7 +268,7 @@ def _weights(
 
 @device_function
 def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Random words, uint32 [COUNT], of the ids from 4 * counter on: those of `reference.philox`."""
+    """Return random words, uint32 [COUNT], for the ids from 4 * counter on: the words of `reference.philox`."""
     counters = counter + tl.arange(0, COUNT // 4)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     words = tl.philox(seed, counters, low, high, 0)
@@ -277,14 +277,14 @@ def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT
 
 @device_function
 def gumbel_noise(words: tl.tensor) -> tl.tensor:
-    """Standard Gumbel noise of random words, as `reference` defines it."""
+    """Return standard Gumbel noise for random words, as `reference` defines it."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -tl.log(-log1p(-uniform))
 
 
 @device_function
 def log1p(x: tl.tensor) -> tl.tensor:
-    """log(1 + x): the logarithm of the rounded sum, and to first order what rounding took from the sum."""
+    """Return log(1 + x): the logarithm of the rounded sum, corrected to first order for the rounding error."""
     rounded = 1.0 + x
     return tl.log(rounded) + (x - (rounded - 1.0)) / rounded
 
@@ -296,5 +296,5 @@ def _nan_as_highest(x: tl.tensor) -> tl.tensor:
 
 @device_function
 def _zero_if_none(peak: tl.tensor) -> tl.tensor:
-    """What to take from logits: their peak, or 0 where all are -inf, so that exp gives 0 and not NaN."""
+    """Return the value to subtract from logits: their peak, or 0 if all are -inf, so that exp gives 0 and not NaN."""
     return tl.where(peak == -float("inf"), 0.0, peak)

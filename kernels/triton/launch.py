@@ -1,12 +1,12 @@
-"""How kernels are compiled and launched, with the settings that change bits pinned.
+"""Compile and launch kernels, with the settings that change bits pinned.
 
-The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows of a kernel's
-arguments. So it is told the same each time: pointers are multiples of 16 bytes (checked at each launch), numbers are
-known by their type alone, and what a layout may depend on is a constant of the kernel. What the environment can change
-in the compiler all the same, `describe_settings` reports.
+The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows about a kernel's
+arguments. So it is told the same every time: pointers are multiples of 16 bytes (checked at each launch), only the
+types of numbers are known, and anything that a layout may depend on is a constant of the kernel. `describe_settings`
+reports the compiler settings that the environment can still change.
 
 A kernel is compiled for each form that it is launched in. `recording` lists forms without running them, and
-`compile_all` compiles them before they are launched; Triton's cache on disk keeps them for the next process.
+`compile_all` compiles them before they are launched. Triton's disk cache keeps them for the next process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _TYPES = {
     torch.int64: "i64",
     torch.bool: "u1",
 }
-_NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
+_NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 
 
 @dataclass(frozen=True)
 class Launch:
     """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
 
-    `grid`, `values`: how one launch of it was called. A tensor's value is its size in bytes.
+    `grid`, `values`: the grid and arguments of one launch of it. The value of a tensor is its size in bytes.
     """
 
     kernel: Any
@@ -65,31 +65,33 @@ class Launch:
 
 
 def _pinned() -> dict[str, Any]:
-    """Compiler options that change bits, which the environment could set.
+    """Return compiler options that change bits and that the environment could otherwise set.
 
-    A version of Triton without one of them always behaves so.
+    A version of Triton without one of these options always behaves as set here.
     """
     wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
     return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
 
 
 PINNED = _pinned()
-device_function: Any = triton.jit  # the type checker takes a call of a triton.jit function for NoReturn
+device_function: Any = triton.jit  # the type checker thinks that a call of a triton.jit function is NoReturn
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 
 
 def exact_jit(function: Callable[..., None]) -> Any:
-    """`triton.jit` for a kernel whose pointers are named `*_ptr`; its other arguments are numbers or `tl.constexpr`."""
+    """Return `triton.jit` of a kernel. Its pointers are named `*_ptr`; its other arguments are numbers or
+    `tl.constexpr`.
+    """
     parameters = signature(function).parameters.values()
     numbers = [p.name for p in parameters if not p.name.endswith("_ptr") and "constexpr" not in str(p.annotation)]
     return triton.jit(do_not_specialize=numbers)(function)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
-    """Runs a kernel of `exact_jit` on a grid of programs, or nothing if the grid is empty.
+    """Run a kernel of `exact_jit` on a grid of programs; do nothing if the grid is empty.
 
-    `args`: tensors, ints below 2**31 and floats, in the kernel's order; `constants`: its `tl.constexpr`. Raise
-    ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
+    `args`: tensors, ints below 2**31 and floats, in the kernel's order. `constants`: its `tl.constexpr` arguments.
+    Raise ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
     """
     if 0 in grid:
         return
@@ -102,14 +104,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
         kernel[grid](*args, **constants)
         return
     device = tensors[0].device
-    with torch.cuda.device(device):  # Triton takes the current one
+    with torch.cuda.device(device):  # Triton uses the current device
         kernel[grid](*args, **constants, **_options(warps, stages), arch=_architecture(device))
 
 
 def form_of(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], warps: int, stages: int, constants: dict[str, Any]
 ) -> Launch:
-    """The form that such a launch needs."""
+    """Return the form that such a launch needs."""
     types = tuple((name, _type(arg)) for name, arg in zip(kernel.arg_names, args, strict=False))
     values = tuple(arg.nbytes if isinstance(arg, Tensor) else arg for arg in args)
     return Launch(kernel, types, tuple(constants.items()), warps, stages, grid, values)
@@ -130,20 +132,20 @@ def _check_places(tensors: Sequence[Tensor]) -> None:
 
 @cache
 def _architecture(device: torch.device) -> str:
-    """What kernels are compiled for, whatever TRITON_OVERRIDE_ARCH says."""
+    """Return the architecture to compile for, independent of TRITON_OVERRIDE_ARCH."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    """Return `x`, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """While it lasts, this thread's launches are not run but listed, whatever device their tensors are on."""
+    """Context in which this thread's launches are listed instead of run, on any device."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -153,38 +155,34 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def compile_form(launch: Launch, **options: Any) -> Any:
-    """What Triton makes of a form on the current device, compiled now unless it is in one of its caches."""
+    """Compile a form for the current device, unless it is in one of Triton's caches, and return Triton's result."""
     arguments = [MockTensor(kind[1:]) if kind[0] == "*" else _NUMBERS[kind] for _, kind in launch.types]
-    settings = dict(launch.constants) | _options(launch.warps, launch.stages) | options  # in the order of a launch's
+    settings = dict(launch.constants) | _options(launch.warps, launch.stages) | options  # in the order of `launch`
     return launch.kernel.warmup(*arguments, grid=(1,), **settings)
 
 
 def compile_all(launches: Collection[Launch], device: torch.device) -> None:
-    """Compiles forms side by side, on as many threads as there are cores for this process, and loads them."""
+    """Compile forms in parallel, on as many threads as this process has cores, and load them."""
     log.info("compiling %d forms of kernels, or reading them from Triton's cache", len(launches))
     with torch.cuda.device(device):
         with _Compilers(len(launches)) as compilers, triton.AsyncCompileMode(compilers):
             for launch in launches:
                 compile_form(launch, arch=_architecture(device))
         for launch in launches:
-            # As Triton's own tutorials load a kernel that they do not launch yet.
+            # Triton's own tutorials load a kernel before its first launch in the same way.
             compile_form(launch, arch=_architecture(device))._init_handles()
 
 
 def describe_fault(error: OSError) -> str:
-    """What to do about a fault while kernels are compiled: of Triton's cache, or of a program that compiles."""
+    """Return what to do about an error while kernels are compiled: of Triton's cache, or of a program that compiles."""
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
-        return (
-            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
-        )
-    return (
-        f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or name one by CC"
-    )
+        return f"TRITON_CACHE_DIR: expected a writable folder for compiled kernels, found: {error}; name another folder"
+    return f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or set CC to one"
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile, and say in the log how far they are with `total` forms."""
+    """Threads that compile, and log their progress towards `total` forms."""
 
     def __init__(self, total: int) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
@@ -202,7 +200,7 @@ class _Compilers(ThreadPoolExecutor):
 
 
 def describe_settings() -> str:
-    """The version of Triton, the pinned options, and what is set in the environment for its compiler; for health."""
+    """Return Triton's version, the pinned options, and the compiler settings from the environment, for health."""
     settings = [f"{name}={value!r}" for name, value in PINNED.items()]
     settings += [f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items())]
     settings += [f"{name}={os.environ[name]}" for name in _TOOLS if name in os.environ]

@@ -1,9 +1,9 @@
-"""The GPU that tiles are chosen for, as far as a model of a kernel's time needs to know it.
+"""The properties of a GPU that a model of a kernel's time uses to choose tiles.
 
-Each number has its reason. "Fitted" means: it makes the model choose tiles that take on average 1.3% longer than the
-fastest, of those in which products of Qwen2.5-7B with 16 to 8,192 tokens were timed on an H100. The times are in
-`tests/kernels/triton/h100_tiles.json`; `examples/benchmarks/gpu_report.py tiles` measures such on another GPU. No bit
-depends on them.
+Each number has a reason (`REASONS`). "Fitted" means that the number makes the model choose good tiles: on average they
+take 1.3% longer than the fastest of the tiles in which products of Qwen2.5-7B with 16 to 8,192 tokens were timed on an
+H100. The times are in `tests/kernels/triton/h100_tiles.json`; `examples/benchmarks/gpu_report.py tiles` measures such
+times on another GPU. No bit depends on these numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates are of the whole GPU and per second; what a clock does is of one multiprocessor (SM)."""
+    """Rates are per second and for the whole GPU. Numbers per clock are for one multiprocessor (SM)."""
 
     sms: int
     memory: float
@@ -43,14 +43,14 @@ H100 = Machine(
     launch=2e-6,
 )
 REASONS = {
-    "sms": "SMs of an H100, and of an H200, as torch reports them",
+    "sms": "SMs of an H100 and of an H200, as torch reports them",
     "memory": "bytes that products of few tokens read, as measured on an H100; the data sheet says 3.35e12",
     "l2": "bytes from L2 to the SMs; fitted",
-    "arithmetic": "of dense bfloat16; fitted. The data sheet says 990e12 for the highest clock, and a product of 8192 "
-    "x 8192 x 8192 reaches 775e12 at the one that its power allows",
-    "multiply_adds": "dense bfloat16 multiplications with additions in a clock, by the data sheet",
-    "shared_memory": "bytes that the programs of an SM can have together, by the data sheet",
-    "shared_bytes": "bytes that shared memory reads or writes in a clock: 32 banks of 4",
+    "arithmetic": "for dense bfloat16; fitted. The data sheet says 990e12 at the highest clock; a product of 8192 "
+    "x 8192 x 8192 reaches 775e12 at the clock that the GPU's power limit allows",
+    "multiply_adds": "dense bfloat16 multiply-adds per clock, from the data sheet",
+    "shared_memory": "bytes that all programs on an SM can have together, from the data sheet",
+    "shared_bytes": "bytes that shared memory reads or writes per clock: 32 banks of 4",
     "latency": "seconds from a load to its data while memory is busy",
-    "launch": "seconds from the end of a kernel in a CUDA graph until the next one's first loads are there",
+    "launch": "seconds from the end of a kernel in a CUDA graph until the next kernel's first loads have arrived",
 }

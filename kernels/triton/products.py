@@ -1,29 +1,29 @@
-"""Products of tokens with weights, whose bits do not depend on the number of tokens.
+"""Products of tokens with weights, with bits that do not depend on the number of tokens.
 
 An element of a product is the sum over K of a weight row times a token. K is cut into pieces (split-K) by the shape of
-the weight alone (`k_splits`). A piece is summed from zero in ascending order by one chain of matrix instructions of 16
-columns each, and the sums of the pieces are added to +0.0 in ascending order. All else may follow the number of tokens,
+the weight alone (`k_splits`). One chain of matrix instructions of 16 columns each sums a piece from zero in ascending
+order. The sums of the pieces are added to +0.0 in ascending order. Everything else may depend on the number of tokens,
 because no element's order of additions depends on it: the tile of a program, the columns it loads at a time, and
-whether one program sums all pieces of its tile or each piece has a program of its own, which writes its sum ("part") to
-a workspace. Features lie on the M side of the instruction, where it takes 64 of them (sm_80: 16, sm_100: 64 or 128, as
-many as the tile allows), tokens on the N side, where it takes what the tile has.
+whether one program sums all pieces of its tile or each piece has its own program, which writes its sum (a "part") to a
+workspace. Features lie on the M side of the instruction, which takes 64 of them (sm_80: 16; sm_100: 64 or 128,
+depending on the tile). Tokens lie on the N side, which takes as many as the tile has.
 
-A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if both are. So to add a part of
-+0.0 changes no bit, and weights with fewer pieces than others beside them have such parts.
+A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if both are. So adding a part of
++0.0 changes no bit. Weights with fewer pieces than the weights beside them have such parts.
 
-Owns: the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own:
-norms, and what follows the products of q, k and v. Activations are copied if `launch` could not take them; weights must
-be contiguous and begin at a multiple of 16 bytes. A weight may be a shard of a whole one, some of its rows: it has the
-bits of the whole if `full_rows` says how many rows that has.
+Owns the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own
+norms, and what follows the products of q, k and v. Activations are copied if `launch` cannot take them; weights must be
+contiguous and begin at a multiple of 16 bytes. A weight may be a shard, some rows of a whole weight: it gives the bits
+of the whole weight if `full_rows` is the number of rows of the whole.
 
-How a tile is chosen: by a model of the time on an H100 (`machine`), fitted to measured times. All programs together
-read an element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of
-features; the SM with most programs multiplies longest; and matrix instructions share the bandwidth of shared memory
-with loads. For few tokens the time is that of reading weights from memory, then nearly that of reading them from L2,
-so up to 128 tokens are one tile. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces at
-most, and none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes
-less time than it saves, each piece has a program of its own; one program with all pieces needs a second accumulator,
-and so has smaller tiles. For many tokens tiles are as large as registers allow.
+A tile is chosen by a model of the time on an H100 (`machine`), fitted to measured times. All programs together read an
+element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features. The
+SM with the most programs multiplies longest. Matrix instructions share the bandwidth of shared memory with loads. For
+few tokens, the time is that of reading weights from memory. For somewhat more, it is nearly that of reading them from
+L2, so up to 128 tokens form one tile. Weights of 8192 rows have tiles for all SMs. Other weights are cut into at most
+four pieces, none below 768 columns, so that a program reads 96 KB or more. Each piece has its own program as long as
+storing and folding the parts takes less time than it saves. One program with all pieces needs a second accumulator, and
+so has smaller tiles. For many tokens, tiles are as large as registers allow.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from .machine import H100
 
 
 class Tile(NamedTuple):
-    """What one program computes: `features` x (`tokens` + `more`) elements, from `depth` columns of K at a time.
+    """The work of one program: `features` x (`tokens` + `more`) elements, from `depth` columns of K at a time.
 
-    `more`: tokens in an accumulator of their own, since none has 96 or 288.
+    `more`: tokens in a second accumulator, since no accumulator has 96 or 288 tokens.
     """
 
     features: int
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
         return self.tokens + self.more
 
 
-# In a tile of gate and up, half of the features are of each.
+# In a tile of gate and up, half of the features belong to each.
 TILES = (
     Tile(64, 16, 0, 128, 4, 3),
     Tile(64, 32, 0, 128, 4, 3),
@@ -78,27 +78,27 @@ TILES = (
     Tile(128, 256, 32, 64, 8, 3),
     Tile(128, 256, 64, 64, 8, 3),
 )
-# Where one program sums several pieces, or results are stored one by one: both take registers.
+# For programs that sum several pieces, or store results one by one. Both take registers.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
-NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
-APART_TOKENS = 1024  # pieces of more would take hundreds of MB
+NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
+APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
 FOLD_COLUMNS = 1024
-FEW_TOKENS = 192  # up to so many, one tile of tokens is preferred to several
-TWO_ACCUMULATORS = 1.2  # times as long as one for the same work; fitted
+FEW_TOKENS = 192  # up to this many tokens, one tile of tokens is preferred to several
+TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
 FOLD_PASSES = 3  # how often parts pass through memory; fitted
-PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
-_SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
+PIECE_UNIT = tl.constexpr(128)  # pieces are multiples of this, and this is a multiple of every depth
+_SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs process in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
 _CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
 Way: TypeAlias = tuple[Tile, bool]
-"""A tile, and whether each piece has a program of its own."""
+"""A tile, and whether each piece has its own program."""
 
 
 class Factor(NamedTuple):
-    """Weights side by side, with the same columns, and into how many pieces the columns of each are cut."""
+    """Weights side by side with the same columns, and the number of pieces that the columns of each are cut into."""
 
     weights: tuple[Tensor, ...]
     pieces: tuple[int, ...]
@@ -113,20 +113,20 @@ class Factor(NamedTuple):
 
     @property
     def piece_lengths(self) -> list[int]:
-        """In units of `PIECE_UNIT`. The last piece of each may be shorter."""
+        """The lengths in units of `PIECE_UNIT`. The last piece of each weight may be shorter."""
         return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
 
 
 def k_splits(rows: int, columns: int) -> int:
-    """Into how many pieces K is cut for a weight [rows, columns] and for all shards of its rows."""
+    """Return the number of pieces that K is cut into for a weight [rows, columns] and for all shards of its rows."""
     return 1 if rows >= 8192 else min(4, max(1, columns // 768))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N] in float32, rounded once: [M, N] in x's dtype.
+    """Multiply x [M, K] by weight [N, K] transposed, add bias [N] in float32 and round once: [M, N] in x's dtype.
 
-    All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: of the weight that this is a shard
-    of.
+    All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: the number of rows of the whole
+    weight, if this weight is a shard.
     """
     return _linear(x, weight, bias, None, x.dtype, full_rows)
 
@@ -140,15 +140,16 @@ def project_back(
     *,
     full_rows: int | None = None,
 ) -> Tensor:
-    """linear(x, weight, bias) + residual [M, N] if there is one, rounded twice: [M, N]. Raise ConfigError unless
-    `pieces`, those of `Backend.project_back`, is 1: how K is cut beneath that is `k_splits`.
+    """Return linear(x, weight, bias), plus residual [M, N] if there is one, rounded twice: [M, N].
+
+    Raise ConfigError unless `pieces`, as in `Backend.project_back`, is 1. `k_splits` cuts K independently of it.
     """
     check_pieces(pieces)
     return _linear(x, weight, bias, residual, x.dtype, full_rows)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
-    """The bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
+    """Return the bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
     x, factor = aligned(x), factor_of((gate, up), (full_rows,) * 2)
     out = x.new_empty(len(x), len(gate))
     tile, apart = way_of(len(x), factor)
@@ -160,7 +161,7 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
 
 
 def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
-    """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
+    """Return the logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
     return _linear(hidden, weight, None, None, torch.float32, full_rows)
 
 
@@ -170,10 +171,10 @@ def qkv_parts(
     *,
     full_rows: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Tensor:
-    """The products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
+    """Return the products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
 
-    float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a bias, rounded
-    once, has the bits of `linear` with that weight alone.
+    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a
+    bias, rounded once, has the bits of `linear` with each weight alone.
     """
     factor = factor_of(weights, full_rows)
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
@@ -187,10 +188,10 @@ def _linear(
     dtype: torch.dtype,
     full_rows: int | None,
 ) -> Tensor:
-    """The product in this dtype, finished as `_finish` does."""
+    """Return the product in this dtype, finished as in `_finish`."""
     x, factor = aligned(x), factor_of((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    # Pointers that the kernel does not read have to point somewhere.
+    # A pointer must be valid even if the kernel does not read it.
     extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
     which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
     tile, apart = way_of(len(x), factor)
@@ -207,7 +208,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """How a product with so many tokens is computed: in the way that takes the least time by the model."""
+    """Return the fastest way, by the model, to compute a product with this many tokens."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -218,7 +219,7 @@ def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> W
 
 
 def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
-    """All in which such weights side by side may be multiplied, to the same bits. `pieces`: the most of a weight."""
+    """Return all ways to multiply such weights side by side, with the same bits. `pieces`: the most of any weight."""
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
     if columns % 8:
@@ -229,8 +230,10 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
 
 
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """What orders ways: the seconds that an H100 takes for the product, in as many parts, by the slowest of what it
-    needs; where these are equal, the tiles of tokens, if tokens are few; then the size of the tile.
+    """Return the key that orders ways: modelled seconds, then token tiles if there are few tokens, then the tile's
+    size.
+
+    The seconds are those of an H100 for the product in this many parts: the time of the slowest resource, plus folding.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
@@ -255,7 +258,7 @@ def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: i
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
-    """Tiles of features, cut separately for each weight, and of tokens."""
+    """Return the number of tiles of features, cut separately for each weight, and of tokens."""
     return sum(divide_up(n, tile.features) for n in features), divide_up(tokens, tile.width)
 
 
@@ -264,18 +267,20 @@ def divide_up(number: int, divisor: int) -> int:
 
 
 def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
-    """What the kernels of products are compiled for."""
+    """Return the constants that the kernels of products are compiled for."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
     return dict(UNIT=unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
 
 
 def unit(size: int) -> int:
-    """The largest power of two up to 128 that divides `size`. Kernels that know it load and store many at once."""
+    """Return the largest power of two up to 128 that divides `size`. It lets kernels load and store many elements at
+    once.
+    """
     return math.gcd(size, 128)
 
 
 def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: Tensor, **constants: Any) -> None:
-    """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
+    """Launch a kernel on x, the weights and others, which sums and finishes the products of x with each weight."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
     width_unit = unit(features)
     numbers = (tokens, features // width_unit, columns // unit(columns), factor.piece_lengths[0])
@@ -284,7 +289,7 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: T
 
 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
-    """Launches a kernel on parts, ..., out, that folds parts and finishes the sums into out."""
+    """Launch a kernel on (parts, ..., out), which folds parts and finishes the sums into out."""
     tokens, features = tensors[-1].shape
     grid = (divide_up(features, FOLD_COLUMNS), tokens)
     constants |= dict(PIECES=len(parts), COLUMNS=FOLD_COLUMNS)
@@ -292,10 +297,10 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
 
 
 def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
-    """Products of x with one to three weights side by side: a part for each piece if they are `apart`, else one."""
+    """Return products of x with one to three weights side by side: a part for each piece if `apart`, else one part."""
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
-    absent = [0] * (3 - len(rows))  # weights that no program reads, since they have no rows
+    absent = [0] * (3 - len(rows))  # weights without rows, which no program reads
     tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
     width_unit = unit(math.gcd(*rows))
     sizes = [n // width_unit for n in rows]
@@ -308,15 +313,16 @@ def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
 
 @device_function
 def _tile_of_program():
-    """(token tile, feature tile) of this program, such that programs that run at the same time share what they read."""
+    """Return (token tile, feature tile) of this program. Programs that run at the same time read the same data."""
     return tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _SWIZZLE)
 
 
 @device_function
 def _row(base_ptr, row, rows, columns):
-    """Where rows of a matrix [rows, columns] begin. Rows past its end are others of it: nothing of them is stored.
+    """Return where rows of a matrix [rows, columns] begin. Rows past its end wrap around, and their results are not
+    stored.
 
-    They are not all the same one, or every program would read one line of memory again and again.
+    They are different rows, since otherwise every program would read one line of memory again and again.
     """
     return base_ptr + (row % rows).to(tl.int64) * columns
 
@@ -328,7 +334,7 @@ def _token_rows(x_ptr, places, tokens, columns):
 
 @device_function
 def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
-    """The tokens of a tile, and those of its other accumulator; if it has none, the same."""
+    """Return the tokens of a tile, and those of its second accumulator, or the same tokens again if there is none."""
     first = tile * (TOKENS + MORE)
     token = first + tl.arange(0, TOKENS)
     more = token
@@ -339,10 +345,11 @@ def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
 
 @device_function
 def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Products of weight rows and the tokens of both accumulators over columns [start, stop): float32 [rows, tokens].
+    """Return the products of weight rows and both accumulators' tokens over columns [start, stop): float32 [rows,
+    tokens].
 
-    `columns` is a multiple of `UNIT`; `start` is one of `DEPTH`, and `stop` too unless it is `columns`. Without `MORE`
-    the other sums are zeros.
+    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`, and so is `stop` unless it equals `columns`.
+    Without `MORE`, the second sums are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]
@@ -366,7 +373,9 @@ def _zeros(w_row, x_rows):
 
 @device_function
 def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile of `DEPTH` columns, 0 where it is not `inside`, which it is everywhere if `UNIT` says so."""
+    """Load a tile of `DEPTH` columns, with 0 where it is not `inside`. No mask is needed if `UNIT` is a multiple of
+    `DEPTH`.
+    """
     if UNIT % DEPTH == 0:
         return tl.load(tile_ptr)
     else:
@@ -384,7 +393,7 @@ def sums_of_pieces(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """The sums of pieces of `piece` columns, added to +0.0 in ascending order."""
+    """Sum pieces of `piece` columns each and add the sums to +0.0 in ascending order."""
     total, more = _zeros(w_row, x_rows)
     if CUT:
         for start in range(0, columns, piece):
@@ -401,9 +410,9 @@ def sums_of_pieces(
 
 @device_function
 def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.constexpr):
-    """Elements of parts [PIECES, tokens, width], added to +0.0 in ascending order: float32 of the shape of `inside`.
+    """Add elements of parts [PIECES, tokens, width] to +0.0 in ascending order: float32 in the shape of `inside`.
 
-    `token` and `column` (a number or a tile each) say where; those that are not `inside` are 0.
+    `token` and `column` (a number or a tile each) select the elements; those not `inside` give 0.
     """
     total = tl.zeros(inside.shape, tl.float32)
     for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]
@@ -414,8 +423,8 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 
 @device_function
 def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up of float32 tiles, to be rounded once."""
-    if ACTIVATION == "clamped_silu":  # comparisons leave NaN as it is
+    """Return activation(gate) * up for float32 tiles, to be rounded once."""
+    if ACTIVATION == "clamped_silu":  # comparisons keep NaN
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
     slope = gate
@@ -430,7 +439,7 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 @device_function
 def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
-    """gate_mul of the upper and the lower half of a tile, both rounded to the dtype of `out_ptr`."""
+    """Return gate_mul of the upper and the lower half of a tile. Both are first rounded to the dtype of `out_ptr`."""
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
     return gate_mul_tile(gate, up, ACTIVATION)
@@ -438,7 +447,7 @@ def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
 
 @device_function
 def _store_part(total, parts_ptr, feature, token, width, tokens, inside):
-    """Stores a tile of this program's piece, for features that are `inside`."""
+    """Store a tile of this program's piece, for the features that are `inside`."""
     row = (tl.program_id(2) * tokens + token).to(tl.int64) * width
     tl.store(parts_ptr + row[None, :] + feature[:, None], total, mask=inside[:, None] & (token < tokens)[None, :])
 
@@ -474,10 +483,10 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """Stores sums at (token, feature) of out [tokens, features] in its dtype, where that is `inside`.
+    """Store sums at (token, feature) of out [tokens, features] in its dtype, where `inside` is true.
 
-    With `BIAS` a bias [features] is added before the sums are rounded, with `RESIDUAL` a residual [tokens, features]
-    after it.
+    With `BIAS`, a bias [features] is added before rounding. With `RESIDUAL`, a residual [tokens, features] is added
+    after.
     """
     at = tl.cast(token, tl.int64) * features + feature
     if BIAS:
@@ -509,7 +518,7 @@ def _linear_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in their units."""
+    """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in units."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
@@ -540,13 +549,13 @@ def _gate_up_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Like `_linear_kernel`, for tiles whose upper half is of gate and whose lower half is of up."""
+    """Like `_linear_kernel`, for tiles with gate in the upper half and up in the lower half."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     half: tl.constexpr = FEATURES // 2
     row = tl.arange(0, FEATURES)
-    # Triton 3.9 does not see that a choice of two aligned pointers is aligned.
+    # Triton 3.9 does not infer that a choice of two aligned pointers is aligned.
     base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
     w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
     x_rows = _token_rows(x_ptr, places, tokens, columns)
@@ -624,7 +633,7 @@ def _fold_kernel(
     PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Folds parts of one token and finishes the sums."""
+    """Fold the parts of one token and finish the sums."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features
@@ -636,7 +645,7 @@ def _fold_kernel(
 def _fold_gate_up_kernel(
     parts_ptr, out_ptr, tokens, features, ACTIVATION: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Folds parts of one token, gate and up side by side, and stores gate_mul of the two."""
+    """Fold the parts of one token, gate and up side by side, and store gate_mul of the two."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

@@ -1,18 +1,19 @@
 """Gated delta nets: the convolution, and the recurrence token by token.
 
-Owned here: which program computes what, and the order of every sum. Both ops do the same arithmetic in the same order
-for prompts and decodes, so that it does not matter where a chunk ends.
+Owns which program computes what, and the order of every sum. Both ops do the same arithmetic in the same order for
+prompts and decodes, so the result does not depend on where chunks end.
 
-- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of its state, which depend on no
-  others. It holds that part of the state in registers while the sequence's tokens pass, and loads a token while it
-  computes the one before. There is one tile, of one warp, so a sum over keys has the order of that tile's layout.
-  Fewer programs, with more columns, would leave most of a GPU idle where a single prompt is computed; and 8 float32 are
-  the least that memory reads at once.
-- The convolution: a program takes some rows of one sequence and some channels, each element by itself, from the oldest
-  token on. That of a sequence's first rows, which alone reads the old tail, also writes the new one.
+- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of its state, which are independent
+  of the other columns. It holds that part of the state in registers while it processes the sequence's tokens, and loads
+  the next token while it computes the current one. There is one tile, of one warp, so a sum over keys has the order of
+  that tile's layout. Fewer programs, with more columns, would leave most of a GPU idle for a single prompt. 8 float32
+  values are the least that memory reads at once.
+- The convolution: a program takes some rows of one sequence and some channels. It sums each element separately, from
+  the oldest token on. The program of a sequence's first rows, the only one that reads the old tail, also writes the new
+  one.
 
-There are two forms of each kernel, for batches in which every sequence has one row and for all others. The first form
-knows where a row stands and needs no tensor that says it, so that a CUDA graph can hold it.
+Each kernel has two forms: one for batches in which every sequence has one row, and one for all other batches. The first
+form computes the places of rows itself and needs no tensor for them, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from .launch import aligned, device_function, exact_jit, launch
 from .products import gate_mul_tile
 
 COLUMNS = 8
-# Rows and channels of a program, and its warps: of a convolution in which every sequence has one row, and of others.
+# (rows and channels of a program, warps), for a convolution in which every sequence has one row, and for others.
 SINGLE, SEVERAL = (1, 512, 2), (MOST_KERNEL_SIZE - 1, 128, 4)
 _L2_EPS = tl.constexpr(L2_EPS)
 
 
 class _Places(NamedTuple):
-    """Where the rows of a batch stand. The tensors are int64, and unread unless `listed`.
+    """The places of a batch's rows. The tensors are int64, and are not read unless `listed`.
 
-    `pieces` [n, 2]: sequence and first row of what each program of a convolution takes. `starts`: `query_starts`.
+    `pieces`: [n, 2], sequence and first row of the rows that each program of a convolution takes. `starts`:
+    `query_starts`.
     """
 
     listed: bool
@@ -51,9 +53,9 @@ class _Places(NamedTuple):
 
 
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
-    """SiLU of a causal convolution of each channel of x [M, C] by itself, with weight [C, 1, K]: [M, C].
+    """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
 
-    `tails` [slots, K - 1, C], contiguous: what is read and left there is as `Backend.convolve` says.
+    `tails`: [slots, K - 1, C], contiguous, read and written as in `Backend.convolve`.
     """
     x, places = aligned(x), _places(batch)
     out, channels = torch.empty_like(x), x.shape[1]
@@ -74,8 +76,9 @@ def delta_rule(
     states: Tensor,
     batch: StateBatch,
 ) -> Tensor:
-    """The recurrence of `Backend.delta_rule`: [M, value_heads, V]. `states` float32 [slots, value_heads, K, V],
-    contiguous.
+    """Run the recurrence of `Backend.delta_rule`: [M, value_heads, V].
+
+    `states`: float32 [slots, value_heads, K, V], contiguous.
     """
     places, heads, size = _places(batch), spec.num_value_heads, spec.value_head_dim
     out = qkv.new_empty(len(qkv), heads, size)
@@ -98,10 +101,10 @@ def _places(batch: StateBatch) -> _Places:
 
 @lru_cache(maxsize=1)
 def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
-    """Those of a batch, made once for all layers; None if every sequence has one row. They are on their way on
-    `stream`, so no other may read them.
+    """Return the places of a batch, made once for all layers; None if every sequence has one row.
 
-    A sequence without rows has a piece too, which writes its tail.
+    The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows also
+    has a piece, since a program must write its tail.
     """
     if starts == tuple(range(len(starts))):
         return None
@@ -126,7 +129,7 @@ def _convolve_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (i, j): the rows of piece i, and the channels of tile j."""
+    """Program (i, j): the rows of piece i and the channels of tile j."""
     sequence, first = tl.program_id(0).to(tl.int64), 0
     if LISTED:
         sequence, first = tl.load(pieces_ptr + tl.program_id(0) * 2), tl.load(pieces_ptr + tl.program_id(0) * 2 + 1)
@@ -148,7 +151,7 @@ def _convolve_kernel(
 
 @device_function
 def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
-    """(the first row of a sequence, how many it has)."""
+    """Return (the first row of a sequence, its number of rows)."""
     start = sequence
     count = 1
     if LISTED:
@@ -159,9 +162,9 @@ def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
 
 @device_function
 def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Elements of the rows of a sequence, those before its first from its tail, where they are `inside`.
+    """Return elements of a sequence's rows, and of its tail for rows before its first, where `inside` is true.
 
-    `x`: pointers to its first row and to all tails, and the slot of its tail.
+    `x`: pointers to the first row and to all tails, and the slot of the sequence's tail.
     """
     rows_ptr, tails_ptr, slot = x
     is_old = row < 0
@@ -173,12 +176,12 @@ def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.co
 
 @device_function
 def _move_tail(x, slot, count, channel, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Leaves the last rows of a sequence in a slot, which may be the one that its tail is read from."""
+    """Store the last rows of a sequence in a slot, which may be the one that its tail is read from."""
     KEPT: tl.constexpr = KERNEL - 1
     place = tl.arange(0, triton.next_power_of_2(KEPT))[:, None]  # type: ignore[reportArgumentType]
     inside = (place < KEPT) & (channel < CHANNELS)
     tail = _rows_or_tail(x, count - KEPT + place, channel, inside, CHANNELS, KERNEL)
-    tl.debug_barrier()  # all threads have read what is overwritten now
+    tl.debug_barrier()  # all threads have read the values that are overwritten next
     tl.store(x[1] + (slot * KEPT + place) * CHANNELS + channel, tail, mask=inside)
 
 
@@ -203,7 +206,9 @@ def _delta_rule_kernel(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """For each sequence and value head the programs of its columns, so that neighbours read neighbouring memory."""
+    """One program per tile of columns, for each sequence and value head. Neighbouring programs read neighbouring
+    memory.
+    """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + HEADS * SIZE
     head = tl.program_id(0) // TILES % HEADS
     sequence = (tl.program_id(0) // (TILES * HEADS)).to(tl.int64)
@@ -243,9 +248,10 @@ def _load_token(
     KEY_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], and b and a; zeros beyond the last.
+    """Load token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], b and a; zeros beyond the last
+    token.
 
-    `tokens`: pointers to those of the first one.
+    `tokens`: pointers to these values of the first token.
     """
     q_ptr, k_ptr, v_ptr, b_ptr, a_ptr = tokens
     row, is_there = tl.cast(i, tl.int64), i < count

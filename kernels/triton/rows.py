@@ -1,14 +1,14 @@
-"""Kernels that treat each row by itself: norms, activations, rotations, writes to the cache, and what follows the
-products of q, k and v. The products themselves are not here (products.py).
+"""Kernels that process each row by itself: norms, activations, rotations, writes to the cache, and the epilogue of the
+products of q, k and v. The products themselves are in products.py.
 
-A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates each element of one with
-its counterpart in the other. Where a row is summed (norms), the order is written out here, neighbours first, so that no
-layout of the compiler can change it: the norm of a head has the same bits wherever it is computed. All else is
-elementwise, in float32.
+A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates each element of one half
+with its counterpart in the other. Norms sum a row in an order that is written out here, neighbours first, so that no
+layout of the compiler can change it. So the norm of a head has the same bits wherever it is computed. Everything else
+is elementwise, in float32.
 
-Attention relies on this: in the cache every element of v is finite. What is not is stored as 0, and the token's k of
-that head as NaN, also where k itself holds an element that is not finite. So only the queries that see the token become
-NaN; to the others it is a finite v, weighed by zero.
+Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element is
+stored as 0, and the token's k of that head as NaN, as it also is if k itself holds a non-finite element. So only
+queries that see the token become NaN. To other queries it is a finite v with weight zero.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ACTIVATION_TILE = 1024
 
 
 def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """x [M, H] over its root mean square, rounded to the dtype, times weight [H]: [M, H].
+    """Divide x [M, H] by its root mean square, round to the dtype, and multiply by weight [H]: [M, H].
 
-    If zero-centered: not rounded before, times 1 + weight in float32, rounded once.
+    If zero-centered, the quotient is not rounded; it is multiplied by 1 + weight in float32 and rounded once.
     """
     x, weight = aligned(x), aligned(weight)
     out = torch.empty_like(x)
@@ -41,7 +41,7 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up of tensors of one shape, rounded once."""
+    """Return activation(gate) * up for tensors of one shape, rounded once."""
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
@@ -52,7 +52,7 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x [M, heads, D] rotated by (cosines, sines), both float32 [M, P], the rest as it is: [M, heads, D]."""
+    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]; the rest stays unchanged: [M, heads, D]."""
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:
         return torch.cat((rope(x[..., :turned], rotation), x[..., turned:]), dim=2)
@@ -64,7 +64,7 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Stores k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D]."""
+    """Store k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D]."""
     k, v, slots = aligned(k), aligned(v), aligned(slots)
     rows, heads, size = k.shape
     args = k, v, slots, k_cache, v_cache
@@ -81,16 +81,18 @@ def qkv_epilogue(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Queries [M, heads, D] from the products of q, k and v; keys and values go to the caches like `write_kv`.
+    """Return queries [M, heads, D] from the products of q, k and v, and store keys and values in the caches as
+    `write_kv` does.
 
-    `parts` float32 [pieces, M, (heads + 2 * kv_heads) * D]: sums over pieces of K, of q, k and v side by side.
-    `qk_norms` [D] and `norm`: of each head of q and of k by itself, or none. The others are those of `Backend.qkv`.
+    `parts`: float32 [pieces, M, (heads + 2 * kv_heads) * D], sums over pieces of K, with q, k and v side by side.
+    `qk_norms` ([D] each) and `norm`: the norms of each head of q and of k, or None. The other arguments are those of
+    `Backend.qkv`.
     """
     pieces, rows, columns = parts.shape
     kv_heads, size = k_cache.shape[2:]
     heads = columns // size - 2 * kv_heads
     q = torch.empty(rows, heads, size, dtype=k_cache.dtype, device=parts.device)
-    # Pointers that the kernel does not read have to point somewhere.
+    # A pointer must be valid even if the kernel does not read it.
     weights = *(biases or (q, q, q)), *(qk_norms or (q, q))
     eps, zero_centered = (norm.eps, norm.zero_centered) if norm is not None else (0.0, False)
     args = parts, rows, *map(aligned, weights), eps, *map(aligned, rotation), aligned(slots), q, k_cache, v_cache
@@ -157,7 +159,7 @@ def _qkv_epilogue_kernel(
     NORMS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """For each row a program for each head of q, then one for each key-value head, which takes both k and v."""
+    """One program for each row and head of q, and one for each row and key-value head, which takes both k and v."""
     row = (tl.program_id(0) // (HEADS + KV_HEADS)).to(tl.int64)
     head = tl.program_id(0) % (HEADS + KV_HEADS)
     parts = parts_ptr, rows, row
@@ -190,7 +192,7 @@ def _fold_head(
     SIZE: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """One head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
+    """Return one head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
     parts_ptr, rows, row = parts
     HALF: tl.constexpr = SIZE // 2
     place = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
@@ -205,9 +207,9 @@ def _fold_head(
 
 @device_function
 def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """Halves over the root mean square of the row, rounded to the weight's dtype, times the weight.
+    """Divide halves by the root mean square of the row, round to the weight's dtype, and multiply by the weight.
 
-    If `ZERO_CENTERED`: not rounded before, times 1 + the weight.
+    If `ZERO_CENTERED`, the quotient is not rounded, and is multiplied by 1 + the weight.
     """
     squares = sum_in_pairs(x[0] * x[0] + x[1] * x[1])
     scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)
@@ -222,7 +224,7 @@ def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 @device_function
 def sum_in_pairs(x):
-    """The sum of a tile [n], as [1]: of neighbours, then of neighbouring sums, and so on."""
+    """Sum a tile [n] to [1]: add neighbours, then neighbouring sums, and so on."""
     for _ in tl.static_range(_log2(x.shape[0])):  # type: ignore[reportGeneralTypeIssues]
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
     return x
@@ -244,7 +246,7 @@ def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
 
 @device_function
 def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
-    """Stores one head of a token's k and v, with what is not finite as the module says."""
+    """Store one head of a token's k and v. Non-finite elements are replaced as described in the module's docstring."""
     k = _round(k, k_ptr)
     finite = _is_finite(v[0]), _is_finite(v[1])
     both_finite = _is_finite(k[0]) & _is_finite(k[1]) & finite[0] & finite[1]
@@ -260,7 +262,9 @@ def _is_finite(x):
 
 @device_function
 def _load_halves(ptr, SIZE: tl.constexpr):
-    """The row [SIZE] at `ptr` as two tiles in float32, filled up with zeros; an odd row's first has one more."""
+    """Load the row [SIZE] at `ptr` as two float32 tiles, padded with zeros. The first half of an odd row has one more
+    element.
+    """
     FIRST: tl.constexpr = (SIZE + 1) // 2
     place = tl.arange(0, triton.next_power_of_2(FIRST))  # type: ignore[reportArgumentType]
     low = tl.load(ptr + place, mask=place < FIRST, other=0.0)
@@ -278,5 +282,5 @@ def _store_halves(ptr, x, SIZE: tl.constexpr):
 
 @device_function
 def _round(x, ptr):
-    """float32 halves rounded to the dtype of `ptr`, as float32."""
+    """Round float32 halves to the dtype of `ptr`; return them as float32."""
     return x[0].to(ptr.dtype.element_ty).to(tl.float32), x[1].to(ptr.dtype.element_ty).to(tl.float32)

@@ -1,5 +1,5 @@
-"""Adapters for other projects' trainers, one package for each; each needs its project installed.
+"""Adapters for the trainers of other projects. Each package requires its project to be installed.
 
-Owns: the words and the hooks of those projects. Does not own: anything that they ask for, which is client, publisher
-and aligned model.
+Owns the translation of those projects' settings and hooks. Does not own the client, the publisher or the aligned model
+that do the work.
 """

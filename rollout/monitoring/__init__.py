@@ -1,4 +1,4 @@
-"""What a worker measures of itself, and how it is read.
+"""Monitoring of a worker: metrics, histograms and the resident memory of its process.
 
-Owns: metrics, histograms and the memory of the process. Does not own: what is counted, which its owners count.
+Owns the export of metrics. Does not own the counters, which belong to the modules that count.
 """

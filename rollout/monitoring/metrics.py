@@ -1,9 +1,8 @@
 """`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
 
-Owns: a listening socket on 127.0.0.1, and the connections and threads behind it. They are bounded in number and in
-time, whatever clients do, and `close` ends them. Does not own what it tells: it asks others, whose answers must be
-there at once, so that neither a long step nor a stuck one ever keeps a scrape waiting.
-docs/operations.md describes every metric; a test compares the two.
+Owns a listening socket on 127.0.0.1, and its connections and threads. Whatever clients do, these are bounded in number
+and lifetime, and `close` ends them. Does not own the values: sources must return them without blocking, so that a long
+or stuck step never delays a scrape. docs/operations.md describes every metric; a test compares the two.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from .timings import BOUNDS, Histogram, Timings
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
-"""How many clients are served at once. One more is served in place of the oldest."""
+"""Maximum number of simultaneous connections. A new one replaces the oldest."""
 REQUEST_SECONDS = 10.0
-"""How long a connection may last, from its first moment until its one request is answered and read."""
+"""Maximum duration of a connection, from accept until its single request is answered and the answer is read."""
 POLL_SECONDS = 0.1
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """What a worker tells about itself, from any thread, without waiting for anything."""
+    """A worker's state and counters. Any thread may call the methods, which do not block."""
 
     def health(self) -> protocol.Health: ...
 
@@ -57,31 +56,30 @@ class Source(Protocol):
 
 
 class Healthy(Protocol):
-    """What `/healthz` asks, from any thread, without waiting for anything."""
+    """The source of `/healthz`. Any thread may call the method, which does not block."""
 
     def health(self) -> protocol.Health: ...
 
 
 class Collector(Protocol):
-    """What `/metrics` asks, from any thread, without waiting for anything."""
+    """The source of `/metrics`. Any thread may call the method, which does not block."""
 
     def collect(self) -> Iterator[Metric]: ...
 
 
 def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
-    """Prometheus' page, and its content type before it: as `accepted`, the header of the request, prefers it."""
+    """Return the content type and the body of `/metrics`, in the format that `accepted`, the Accept header, prefers."""
     try:
         encode, content_type = choose_encoder(accepted)
-    except (TypeError, ValueError):  # it names a version that is none
+    except (TypeError, ValueError):  # the header names an invalid version
         encode, content_type = choose_encoder("")
     return content_type, encode(registry)
 
 
 class MetricsServer:
-    """Serves what `source` and `collector` tell on `port` of 127.0.0.1, until closed. Port 0 is any free one; `port`
-    says which.
+    """Serves `/healthz` from `source` and `/metrics` from `collector` on a port of 127.0.0.1, until closed.
 
-    Raises ConfigError if it cannot listen there.
+    Port 0 means any free port. The attribute `port` is the actual one. Raise ConfigError if it cannot listen there.
     """
 
     def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
@@ -89,7 +87,7 @@ class MetricsServer:
             self._server = _Server(port, source, collector)
         except OSError as error:
             raise ConfigError(
-                f"metrics_port: cannot listen on {HOST}:{port} ({error.strerror}); give each worker a port of its own"
+                f"metrics_port: cannot listen on {HOST}:{port} ({error.strerror}); give each worker its own port"
             ) from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -99,17 +97,20 @@ class MetricsServer:
         log.info("metrics on http://%s:%d/metrics", HOST, self.port)
 
     def close(self) -> None:
-        """Stop listening and cut every connection. No thread and no descriptor remains."""
+        """Stop listening and close every connection. No thread and no descriptor remains."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 class _Server(socketserver.TCPServer):
-    """Its connections, oldest first, belong to the thread of `serve_forever`, and at last to the one that closes."""
+    """The listening server and its connections, oldest first.
+
+    The list of connections belongs to the thread of `serve_forever`, and after its end to the thread that closes.
+    """
 
     allow_reuse_address = True
-    request_queue_size = 128  # a client that finds no place in the queue tries again only after a second
+    request_queue_size = 128  # with a full queue, a client retries only after a second
 
     def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
         self.source = source
@@ -122,7 +123,7 @@ class _Server(socketserver.TCPServer):
         try:
             return super().get_request()
         except OSError:
-            sleep(POLL_SECONDS)  # without a free descriptor the client stays in the queue, and select returns at once
+            sleep(POLL_SECONDS)  # without a free descriptor the client stays queued, and select returns immediately
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -145,18 +146,18 @@ class _Server(socketserver.TCPServer):
         try:
             self.finish_request(request, client_address)
         except ConnectionError as error:
-            log.debug("a client has gone or was cut: %s", error)
+            log.debug("a client disconnected, or its connection was closed: %s", error)
         except Exception:
             self.handle_error(request, client_address)
         with suppress(OSError):  # the client has gone
-            request.shutdown(SHUT_WR)  # it sees the end now, before its connection is closed
+            request.shutdown(SHUT_WR)  # the client sees the end now, before the connection is closed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.warning("a request was not answered", exc_info=True)
+        log.warning("a request failed without an answer", exc_info=True)
 
 
 class _Connection:
-    """A client's socket and the thread that answers on it, which never closes it."""
+    """A client's socket and the thread that answers on it. The thread never closes the socket."""
 
     def __init__(self, client: socket, answer: Callable[[], None]) -> None:
         self._client = client
@@ -166,11 +167,11 @@ class _Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was answered, or lasts too long."""
+        """Return whether the request was answered, or the connection has reached its time limit."""
         return not self._thread.is_alive() or monotonic() >= self._deadline
 
     def end(self) -> None:
-        """Wake the thread, if it waits for the client, and close when it has ended."""
+        """Wake the thread if it waits for the client, join it, and close the socket."""
         with suppress(OSError):  # the client has gone
             self._client.shutdown(SHUT_RDWR)
         self._thread.join()
@@ -218,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class SourceMetrics:
-    """Asks the source at every scrape. What the worker does not know yet, as while it loads, is left out."""
+    """Collects a worker's metrics at every scrape. Values that are unknown while the model loads are left out."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -229,13 +230,13 @@ class SourceMetrics:
 
 
 class WorkerMetrics:
-    """What a worker has told of itself, as metrics: all but the durations."""
+    """A worker's health and stats as metrics. Durations are not included."""
 
     def __init__(self, health: protocol.Health, stats: protocol.Stats) -> None:
         self._health, self._stats = health, stats
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric, as it was then."""
+        """Yield each metric with its value in the given health and stats."""
         health, stats = self._health, self._stats
         yield from _state_metrics(health)
         yield from _load_metrics(health)
@@ -249,42 +250,47 @@ class WorkerMetrics:
 
 def _state_metrics(health: protocol.Health) -> Iterator[Metric]:
     states, push = get_args(protocol.State), health.push
-    state = GaugeMetricFamily("trueroll_state", "1 for the state of the worker.", labels=["state"])
+    state = GaugeMetricFamily("trueroll_state", "1 for the worker's current state, else 0.", labels=["state"])
     yield _fill(state, {name: name == health.state for name in states})
-    asleep = GaugeMetricFamily("trueroll_asleep", "1 while this memory is given back.", labels=["tag"])
+    asleep = GaugeMetricFamily("trueroll_asleep", "1 while this memory is released.", labels=["tag"])
     yield _fill(asleep, {tag: tag in health.sleeping for tag in protocol.ALL_TAGS})
-    yield GaugeMetricFamily("trueroll_push_active", "1 while a push is under way.", value=push is not None)
+    yield GaugeMetricFamily("trueroll_push_active", "1 while a push is in progress.", value=push is not None)
     staged = push.bytes_staged if push else 0
-    yield GaugeMetricFamily("trueroll_push_staged_bytes", "Staged by the push under way.", value=staged)
+    yield GaugeMetricFamily("trueroll_push_staged_bytes", "Bytes staged by the push in progress.", value=staged)
     if health.weight_version is not None:
-        yield GaugeMetricFamily("trueroll_weight_version", "The weights that are served.", value=health.weight_version)
+        text = "Version of the served weights."
+        yield GaugeMetricFamily("trueroll_weight_version", text, value=health.weight_version)
     if (seconds := health.seconds_since_progress) is not None:
-        yield GaugeMetricFamily("trueroll_since_progress_seconds", "Since the engine last got on.", value=seconds)
+        text = "Seconds since the engine last made progress."
+        yield GaugeMetricFamily("trueroll_since_progress_seconds", text, value=seconds)
 
 
 def _load_metrics(health: protocol.Health) -> Iterator[Metric]:
     requests = health.requests
-    yield GaugeMetricFamily("trueroll_open_requests", "Accepted and unfinished.", value=requests["open"])
-    yield GaugeMetricFamily("trueroll_kept_results", "Results not acknowledged.", value=requests["kept"])
+    text = "Requests that are accepted and unfinished."
+    yield GaugeMetricFamily("trueroll_open_requests", text, value=requests["open"])
+    text = "Results that no client has acknowledged."
+    yield GaugeMetricFamily("trueroll_kept_results", text, value=requests["kept"])
     if "running" in requests:
         sequences = GaugeMetricFamily("trueroll_sequences", "Sequences in the engine.", labels=["state"])
         yield _fill(sequences, {state: requests[state] for state in ("running", "waiting")})
-    yield _fill(GaugeMetricFamily("trueroll_memory_bytes", "Memory held now.", labels=["tag"]), health.memory)
+    yield _fill(GaugeMetricFamily("trueroll_memory_bytes", "Memory in use, in bytes.", labels=["tag"]), health.memory)
 
 
 def _service_metrics(service: Mapping[str, int]) -> Iterator[Metric]:
-    yield CounterMetricFamily("trueroll_requests_accepted", "Accepted.", value=service["accepted"])
-    yield CounterMetricFamily("trueroll_requests_joined", "Named a request already known.", value=service["joined"])
-    yield CounterMetricFamily("trueroll_requests_finished", "Ended with a result.", value=service["finished"])
-    yield CounterMetricFamily("trueroll_requests_failed", "Ended with an error.", value=service["failed"])
-    yield CounterMetricFamily("trueroll_results_dropped", "Kept results without room.", value=service["dropped"])
+    yield CounterMetricFamily("trueroll_requests_accepted", "Accepted requests.", value=service["accepted"])
+    yield CounterMetricFamily("trueroll_requests_joined", "Joins of known requests.", value=service["joined"])
+    yield CounterMetricFamily("trueroll_requests_finished", "Requests with a result.", value=service["finished"])
+    yield CounterMetricFamily("trueroll_requests_failed", "Requests that ended with an error.", value=service["failed"])
+    yield CounterMetricFamily("trueroll_results_dropped", "Results dropped for lack of room.", value=service["dropped"])
 
 
 def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     reasons = dict.fromkeys(get_args(FinishReason), 0) | engine["samples_finished"]
-    yield _fill(CounterMetricFamily("trueroll_samples_finished", "By finish reason.", labels=["reason"]), reasons)
+    samples = CounterMetricFamily("trueroll_samples_finished", "Samples by finish reason.", labels=["reason"])
+    yield _fill(samples, reasons)
     prompt = engine["computed_prompt_tokens"]
-    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens whose KV was computed.", labels=["kind"])
+    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens with KV computed.", labels=["kind"])
     yield _fill(computed, {"prompt": prompt, "decode": engine["computed_tokens"] - prompt})
     for name, key, text in _ENGINE_COUNTERS:
         yield CounterMetricFamily(f"trueroll_{name}", text, value=engine[key])
@@ -292,16 +298,16 @@ def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 _ENGINE_COUNTERS = (
     ("generated_tokens", "generated_tokens", "Tokens of finished samples."),
-    ("prefix_query_tokens", "prefix_queries", "Prompt tokens looked up."),
-    ("prefix_hit_tokens", "prefix_hits", "Prompt tokens that did not have to be computed."),
-    ("preemptions", "preemptions", "Sequences that gave their blocks to older ones."),
-    ("recomputed_sequences", "recomputed", "Sequences computed anew after a commit or a sleep."),
-    ("deferred_admissions", "deferred_admissions", "Steps waited for a prefix that another request computed."),
-    ("evictions", "evictions", "Cached blocks that were reused."),
-    ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens computed again for want of a checkpoint."),
-    ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of states that found no place."),
-    ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of states that gave their place away."),
-    ("checkpoints_restored", "checkpoints_restored", "Sequences that went on from a checkpoint of states."),
+    ("prefix_query_tokens", "prefix_queries", "Prompt tokens of generate requests."),
+    ("prefix_hit_tokens", "prefix_hits", "Prompt tokens found in the cache or shared with a running computation."),
+    ("preemptions", "preemptions", "Sequences preempted to give their blocks to older ones."),
+    ("recomputed_sequences", "recomputed", "Sequences recomputed after a commit or a sleep."),
+    ("deferred_admissions", "deferred_admissions", "Steps that requests waited for a prefix of another request."),
+    ("evictions", "evictions", "Cached blocks that were evicted."),
+    ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
+    ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
+    ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of recurrent states that were evicted."),
+    ("checkpoints_restored", "checkpoints_restored", "Sequences that continued from a checkpoint of their state."),
 )
 
 
@@ -316,21 +322,23 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """`tokens`: those of `expert_tokens`. One series for each expert and one for each layer, not for both together."""
-    counter = CounterMetricFamily("trueroll_expert_tokens", "Tokens given to an expert, all layers.", labels=["expert"])
+    """Yield a series for each expert and one for each layer, but not for each pair. `tokens`: from `expert_tokens`."""
+    text = "Tokens processed by an expert, over all layers."
+    counter = CounterMetricFamily("trueroll_expert_tokens", text, labels=["expert"])
     yield _fill(counter, {str(i): count for i, count in enumerate(tokens.sum(0).tolist())})
-    gauge = GaugeMetricFamily("trueroll_expert_imbalance", "Of the busiest expert to the mean.", labels=["layer"])
+    text = "Tokens of the layer's busiest expert divided by the mean."
+    gauge = GaugeMetricFamily("trueroll_expert_imbalance", text, labels=["layer"])
     yield _fill(gauge, {str(i): value for i, value in enumerate(imbalance(tokens).tolist())})
 
 
 def _duration_metrics(timings: Timings) -> Iterator[Metric]:
-    step = HistogramMetricFamily("trueroll_step_seconds", "Steps of the engine.", labels=[])
+    step = HistogramMetricFamily("trueroll_step_seconds", "Duration of the engine's steps.", labels=[])
     yield _fill_histogram(step, [([], timings.step)])
     phases = {"stage": timings.stage, "commit_pause": timings.commit_pause, "push": timings.push}
-    push = HistogramMetricFamily("trueroll_push_seconds", "Parts of a push.", labels=["phase"])
+    push = HistogramMetricFamily("trueroll_push_seconds", "Duration of a push's phases.", labels=["phase"])
     yield _fill_histogram(push, (([phase], histogram) for phase, histogram in phases.items()))
     calls = {"sleep": timings.sleep, "wake_up": timings.wake_up}
-    sleep = HistogramMetricFamily("trueroll_sleep_seconds", "Calls of sleep and wake_up.", labels=["call"])
+    sleep = HistogramMetricFamily("trueroll_sleep_seconds", "Duration of sleep and wake_up.", labels=["call"])
     yield _fill_histogram(sleep, (([call], histogram) for call, histogram in calls.items()))
 
 

@@ -1,6 +1,7 @@
-"""How much memory this process has in RAM, for whoever asks often and at any time.
+"""The resident memory of this process, cheap to query often.
 
-Owns: a descriptor of `/proc/self/statm`, opened once, so that a process which has no descriptor left can still tell.
+Owns a descriptor of `/proc/self/statm`. It is opened once, so that queries work even when the process has no free
+descriptor left.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import threading
 from time import monotonic
 
 PERIOD_SECONDS = 1.0
-"""How old a value may be."""
+"""Maximum age of a returned value."""
 
 
 class ResidentMemory:
-    """The resident memory of the process that makes it. Any thread may ask. Raises OSError if it cannot be read."""
+    """The resident memory of the process that creates it. Any thread may use it.
+
+    Raise OSError if it cannot be read.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +32,7 @@ class ResidentMemory:
         self._read_at = monotonic()
 
     def num_bytes(self) -> int:
-        """Bytes in RAM, at most PERIOD_SECONDS old; the last that could be read if reading fails or after `close`."""
+        """Return the bytes in RAM, at most PERIOD_SECONDS old; after `close` or a failed read, the last value."""
         with self._lock:
             now = monotonic()
             if self._file is not None and now - self._read_at >= PERIOD_SECONDS:
@@ -36,11 +40,11 @@ class ResidentMemory:
                 try:
                     self._num_bytes = _read(self._file)
                 except OSError:
-                    pass  # who asks how the worker does must get an answer
+                    pass  # a health check must get an answer
             return self._num_bytes
 
     def close(self) -> None:
-        """Close the descriptor. Harmless if it is closed."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             file, self._file = self._file, None
             if file is not None:
@@ -48,5 +52,5 @@ class ResidentMemory:
 
 
 def _read(file: int) -> int:
-    """The second of the numbers in `statm`, which counts pages, as bytes."""
+    """Return the second number in `statm`, which counts resident pages, converted to bytes."""
     return int(os.pread(file, 256, 0).split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""How long things took, as histograms that one thread writes and any thread reads without a lock. Imports no torch."""
+"""Histograms of durations. One thread writes them and any thread reads them without a lock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 @dataclass(frozen=True)
 class Durations:
-    """What was observed up to a moment. `counts[i]`: durations in (BOUNDS[i - 1], BOUNDS[i]], the last of them beyond
-    every bound. `total`: all durations together, in seconds.
+    """A snapshot of a histogram.
+
+    - `counts[i]`: number of durations in (BOUNDS[i - 1], BOUNDS[i]]; the last count is for durations above all bounds
+    - `total`: sum of all durations, in seconds
     """
 
     counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
@@ -20,7 +22,7 @@ class Durations:
 
 
 class Histogram:
-    """Counts durations. One thread calls `observe`; `durations` is replaced as a whole, so any thread may read it."""
+    """Counts durations. One thread calls `observe`. Any thread may read `durations`, which is replaced atomically."""
 
     def __init__(self) -> None:
         self.durations = Durations()
@@ -35,9 +37,11 @@ class Histogram:
 class Timings:
     """The histograms of one worker.
 
-    `step`: one step of the engine. Of a push: `stage` from its beginning until it is verified, `commit_pause` as long
-    as its commit kept the engine from stepping, `push` from its beginning until it is committed. `sleep` and
-    `wake_up`: with the wait for running requests, if they are drained.
+    - `step`: a step of the engine
+    - `stage`: a push from its start until it is verified
+    - `commit_pause`: the time for which a commit kept the engine from stepping
+    - `push`: a push from its start until it is committed
+    - `sleep`, `wake_up`: these calls, including the wait for running requests if they are drained
     """
 
     step: Histogram = field(default_factory=Histogram)

@@ -1,5 +1,5 @@
-"""The worker's socket: who may connect, and what is on its way to whom; keys for both ends.
+"""The worker's socket, its connections, and the keys of workers and clients.
 
-Owns: connections and their limits, keys, and replies that wait for slow readers. Does not own: what messages mean
-(`protocol`), nor what they do (`worker`).
+Owns connections and their limits, keys, and replies that wait for slow readers. Does not own the meaning of messages
+(`protocol`) or their effects (`worker`).
 """

@@ -1,9 +1,13 @@
-"""Who may speak to a worker, and as whom: CURVE keys, and the users and roles behind them.
+"""Authentication of a worker's clients: CURVE keys, users and roles.
 
-A worker knows its clients in one of three ways. Over an ipc socket of its own user's it needs no keys: whoever gets
-there is that user. On a TCP port of loopback, which any user of the machine can reach, worker and clients use the keys
-in a file of their user's, made when it is first needed. With `curve_secret_key_file` and `clients_file`, on any
-address, clients have names and roles. Does not own sockets. No secret leaves this module but into a socket's options.
+A worker identifies its clients in one of three ways:
+
+- An ipc socket needs no keys: the file system admits only the worker's own user.
+- On a TCP port of loopback, which any user of the machine can reach, worker and clients use the keys in a private file
+  of their user. The file is created on first use.
+- With `curve_secret_key_file` and `clients_file`, on any address, clients have names and roles.
+
+Does not own sockets. Secrets leave this module only as options of a socket.
 """
 
 from __future__ import annotations
@@ -28,28 +32,28 @@ from trueroll.errors import ConfigError
 from ..config import WorkerConfig
 
 Role: TypeAlias = Literal["generate", "control"]
-"""`generate`: samples and scores, aborts of one's own requests, health and stats. `control`: everything."""
+"""`generate`: samples, scores, aborts of the user's own requests, health and stats. `control`: all calls."""
 Key: TypeAlias = str | bytes | Path
-"""A CURVE key in Z85, or the file of `zmq.auth.create_certificates` that holds it."""
+"""A CURVE key in Z85, or the file of `zmq.auth.create_certificates` that contains it."""
 KEY_CHARS = 40
 _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Client:
-    """Whoever sent a message. `user`: None where all who can connect count as one."""
+    """The sender of a message. `user`: the user's name; None if all clients count as one user."""
 
     user: str | None
     role: Role
 
 
 OWNER = Client(None, "control")
-"""Of a worker whose clients have no names."""
+"""The client of every message to a worker without named clients."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A worker's, in Z85, and who its clients are by their public keys."""
+    """A worker's keys in Z85, and its clients by public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -58,7 +62,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's, in Z85, and the worker's public one."""
+    """A client's keys and the worker's public key, in Z85."""
 
     server_public: bytes
     public: bytes
@@ -66,7 +70,10 @@ class ClientKeys:
 
 
 def server_keys(config: WorkerConfig) -> ServerKeys | None:
-    """The keys for the configured address; None: it needs none. Raise ConfigError if they cannot be read or made."""
+    """Return the worker's keys for the configured address, or None if it needs no keys.
+
+    Raise ConfigError if the keys cannot be read or created.
+    """
     if config.curve_secret_key_file is not None and config.clients_file is not None:
         public, secret = _read_certificate("curve_secret_key_file", config.curve_secret_key_file)
         return ServerKeys(public, secret, read_clients(config.clients_file))
@@ -77,12 +84,15 @@ def server_keys(config: WorkerConfig) -> ServerKeys | None:
 
 
 def client_keys(address: str, server_public_key: Key | None, client_key: Key | None) -> ClientKeys | None:
-    """The keys for a worker at `address`; None: it needs none. Raise ConfigError if they cannot be read or made."""
+    """Return a client's keys for a worker at `address`, or None if it needs no keys.
+
+    Raise ConfigError if the keys cannot be read or created.
+    """
     if (server_public_key is None) != (client_key is None):
         found = "server_public_key" if client_key is None else "client_key"
         raise ConfigError(
-            f"keys: expected server_public_key and client_key together, or neither, found only {found}; give both: the "
-            "worker knows its clients by their keys (clients_file)"
+            f"keys: server_public_key and client_key belong together, but only {found} is set; set both (the worker "
+            "identifies clients by the keys in its clients_file)"
         )
     if server_public_key is not None and client_key is not None:
         return ClientKeys(_public_key(server_public_key), *_key_pair(client_key))
@@ -93,38 +103,43 @@ def client_keys(address: str, server_public_key: Key | None, client_key: Key | N
 
 
 def serve_curve(router: zmq.Socket[bytes], keys: ServerKeys) -> None:
-    """Let a socket that is not bound yet accept who speaks with the right keys."""
+    """Configure a socket, before it is bound, to accept only clients with known keys."""
     router.set(zmq.CURVE_SERVER, 1)
     router.set(zmq.CURVE_PUBLICKEY, keys.public)
     router.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Let a socket that is not connected yet speak with these keys."""
+    """Configure a socket, before it is connected, to use these keys."""
     dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
     dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
     dealer.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def read_clients(path: str) -> dict[str, Client]:
-    """Who a worker's clients are, by public key: on each line of the file a role, a user and a key. A user may have
-    several keys. Empty lines and those that begin with # are passed over. Raise ConfigError for any other file.
+    """Return a worker's clients by public key, read from its clients file.
+
+    Each line of the file has a role, a user and a key. A user may have several keys. Empty lines and lines that begin
+    with # are ignored. Raise ConfigError if the file cannot be read, if other users can write it, or if a line is
+    invalid.
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o022)
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"clients_file: expected a text file of yours that others cannot write, found {path}: {error}; correct the "
-            "path, or run chmod go-w on it"
+            f"clients_file: {path} is not a text file that belongs to you and that only you can write: {error}; "
+            "correct the path, or run chmod go-w on it"
         ) from None
     return parse_clients("clients_file", path, text, _check_key)
 
 
 def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
-    """The clients in the text of a file as `read_clients` describes it, by key. `check_key(where, key)` raises
-    ConfigError for what is no key. Errors name the setting, the file and the line, and never show a key: it may be a
-    secret. Raise ConfigError.
+    """Return the clients by key in the text of a clients file, in the format of `read_clients`.
+
+    `check_key(where, key)` raises ConfigError if `key` is not a valid key. Raise ConfigError if a line is invalid, a
+    key appears twice or there are no clients. Errors name the setting, the file and the line, but never show the key:
+    it may be a secret.
     """
     clients: dict[str, Client] = {}
     for number, line in enumerate(text.split("\n"), start=1):
@@ -133,10 +148,10 @@ def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, 
             key, client = _parse_client(where, line)
             check_key(where, key)
             if key in clients:
-                raise ConfigError(f"{where}: expected each key once, found it twice")
+                raise ConfigError(f"{where}: this key appears twice; remove one of the lines")
             clients[key] = client
     if not clients:
-        raise ConfigError(f"{setting}: expected at least one client in {path}, found none; add one")
+        raise ConfigError(f"{setting}: {path} has no clients; add at least one")
     return clients
 
 
@@ -145,15 +160,16 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     if len(words) != 3 or words[0] not in get_args(Role) or not _USER.fullmatch(words[1]):
         raise ConfigError(
             f"{where}: expected a role ({' or '.join(get_args(Role))}), a user of up to 64 letters, digits and _.@-, "
-            f"and a key, found {len(words)} words that are not these; correct the line"
+            f"and a key, found {len(words)} words that do not match; correct the line"
         )
     role, user, key = words
     return key, Client(user, role)  # type: ignore[arg-type]
 
 
 def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
-    """Read a regular file that belongs to this user or to root, and that nobody else can read. Never waits for the
-    other end of a pipe. Raise ConfigError for any other file, and for one of more than `most_bytes`.
+    """Return the content of a regular file that belongs to this user or root and that other users cannot read.
+
+    Never blocks on a pipe. Raise ConfigError for any other file, and for a file of more than `most_bytes`.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -161,11 +177,11 @@ def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
             data = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: expected a file of yours that nobody else can read, found {path}: {error}; correct the path, "
-            "or run chmod 600 on it"
+            f"{setting}: {path} is not a file that belongs to you and that only you can read: {error}; correct the "
+            "path, or run chmod 600 on it"
         ) from None
     if len(data) > most_bytes:
-        raise ConfigError(f"{setting}: {path} has more than {most_bytes} bytes; name another file")
+        raise ConfigError(f"{setting}: {path} has more than {most_bytes} bytes; give another file")
     return data
 
 
@@ -177,19 +193,19 @@ def _public_key(given: Key) -> bytes:
     try:
         public = zmq.auth.load_certificate(key)[0]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: expected a file with a public key, found {key}: {error}; correct it") from None
+        raise ConfigError(f"{what}: {key} is not a file with a public key: {error}; correct the path") from None
     _check_key(f"{what}: {key}", public.decode(errors="replace"))
     return public
 
 
 def _key_pair(given: Key) -> tuple[bytes, bytes]:
-    """The public and the secret key of a client."""
+    """Return the public and the secret key of a client."""
     key = _key_or_file("client_key", given)
     return (zmq.curve_public(key), key) if isinstance(key, bytes) else _read_certificate("client_key", str(key))
 
 
 def _key_or_file(what: str, given: Key) -> bytes | Path:
-    """The key itself, or the file that has it. No error shows what may be a secret."""
+    """Return the key itself, or the path of its file. Errors never show the text, which may be a secret."""
     if isinstance(given, Path):
         return given
     text = given.decode(errors="replace") if isinstance(given, bytes) else given
@@ -198,8 +214,8 @@ def _key_or_file(what: str, given: Key) -> bytes | Path:
     if isinstance(given, str) and os.path.exists(given):
         return Path(given)
     raise ConfigError(
-        f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates, "
-        f"found {len(text)} characters that are neither; correct it"
+        f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates; "
+        f"the given text of {len(text)} characters is neither; correct it"
     )
 
 
@@ -209,7 +225,7 @@ def _is_key(key: str) -> bool:
 
 def _check_key(what: str, key: str) -> None:
     if not _is_key(key):
-        found = f"{len(key)} characters" if len(key) != KEY_CHARS else "others among them"
+        found = f"{len(key)} characters" if len(key) != KEY_CHARS else "characters that are not Z85"
         raise ConfigError(
             f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, found {found}; copy the public-key of "
             "the .key file"
@@ -217,25 +233,28 @@ def _check_key(what: str, key: str) -> None:
 
 
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file of `zmq.auth.create_certificates` that nobody else can read."""
+    """Return the public and the secret key in a file of `zmq.auth.create_certificates`.
+
+    Raise ConfigError if other users can read the file, or if it does not contain a valid pair of keys.
+    """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o077)
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: expected a file with keys that is yours and that nobody else can read, found {path}: {error}; "
+            f"{setting}: {path} is not a file with keys that belongs to you and that only you can read: {error}; "
             "correct the path, or run chmod 600 on it"
         ) from None
     if secret is None:
-        raise ConfigError(f"{setting}: {path} has no secret key; name the .key_secret file")
+        raise ConfigError(f"{setting}: {path} has no secret key; give the .key_secret file")
     if not _is_key(secret.decode(errors="replace")) or zmq.curve_public(secret) != public:
-        raise ConfigError(f"{setting}: expected a secret key and its public one in {path}, found others; make new ones")
+        raise ConfigError(f"{setting}: the secret and the public key in {path} do not match; create new keys")
     return public, secret
 
 
 @dataclass(frozen=True)
 class _OwnKeys:
-    """The keys that all workers and clients of this user share on loopback."""
+    """The keys that all workers and clients of this user share for loopback addresses."""
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -244,7 +263,10 @@ class _OwnKeys:
 
     @classmethod
     def load(cls) -> _OwnKeys:
-        """Those in the user's file, made now if there is none. Raise ConfigError if others might have a hand in it."""
+        """Read the keys from the user's file, which is created if it does not exist.
+
+        Raise ConfigError if other users could have written or read the file.
+        """
         file = _own_folder() / "loopback_keys.json"
         with _explained(file):
             _make_private_folder(file.parent)
@@ -253,12 +275,12 @@ class _OwnKeys:
             own = cls(**json.loads(_read_private(file)))
             for key in astuple(own):
                 if not isinstance(key, str) or not _is_key(key):
-                    raise ValueError("something else in the place of a key")
+                    raise ValueError("a value that is not a key")
             return own
 
     @classmethod
     def _create(cls, file: Path) -> None:
-        """Whole, or not at all, and not over a file that another process has made meanwhile."""
+        """Create the file atomically. If another process has created it meanwhile, keep that file."""
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
         try:
@@ -271,7 +293,7 @@ class _OwnKeys:
 
 
 def _own_folder() -> Path:
-    """As the XDG base directory specification has it: a relative path counts as none."""
+    """Return the folder for the keys by the XDG base directory specification, which ignores relative paths."""
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         folder = configured if configured.is_absolute() else Path.home() / ".config"
@@ -279,7 +301,8 @@ def _own_folder() -> Path:
         folder = Path()
     if not folder.is_absolute():
         raise ConfigError(
-            "keys: expected a home folder for the keys of tcp addresses, found none; set XDG_CONFIG_HOME, or use ipc"
+            "keys: there is no home folder to keep the keys for tcp addresses; set XDG_CONFIG_HOME, or use an ipc "
+            "address"
         )
     return folder / "trueroll"
 
@@ -290,8 +313,8 @@ def _explained(file: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"keys: expected {file}, with the keys for tcp addresses of this user alone, found {error}; remove it to "
-            "have new keys made, set XDG_CONFIG_HOME to a folder of your own, or use an ipc address"
+            f"keys: {file} is not a private file with this user's keys for tcp addresses: {error}; remove it so that "
+            "new keys are created, set XDG_CONFIG_HOME to a folder of your own, or use an ipc address"
         ) from None
 
 
@@ -308,6 +331,6 @@ def _read_private(file: Path) -> bytes:
 
 
 def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidden: int) -> None:
-    """Raise ValueError unless it is of this kind, this user's or root's, and without the forbidden permissions."""
+    """Raise ValueError unless the file is of this kind, belongs to this user or root, and lacks `forbidden` bits."""
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
         raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")

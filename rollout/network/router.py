@@ -1,8 +1,8 @@
-"""The worker's ROUTER socket: bound where the settings say, to clients who may come in, within limits.
+"""The worker's ROUTER socket: it listens at the configured address, authenticates clients and enforces limits.
 
-Owns: the socket, the private folder made for it if any, the check of keys, how many connections there are (`Gate`), and
-the replies that wait for clients that do not read (`Outboxes`). Does not own what messages mean. Promises: `receive`
-says of each message who sent it; what bytes, connections and slow readers take is bounded; `close` leaves nothing
+Owns the socket, its private folder if there is one, the check of keys, the number of connections (`Gate`), and replies
+that wait for clients that do not read (`Outboxes`). Does not own the meaning of messages. Promises: `receive` names the
+sender of each message; the resources for bytes, connections and slow readers are bounded; `close` leaves nothing
 behind.
 """
 
@@ -36,41 +36,48 @@ from ..config import WorkerConfig
 from .keys import OWNER, Client, ServerKeys, serve_curve, server_keys
 
 MAX_SILENT = 64
-"""Each may have sent a part of a message of the greatest length."""
+"""Maximum number of connections without a complete message. Each may hold part of a message of the maximum length."""
 MAX_AHEAD_BYTES = 2**26
+"""Maximum number of bytes that a TCP connection may have sent beyond its received messages."""
 LOOK_SECONDS = 0.5
+"""Interval between checks of TCP connections."""
 _MESSAGE_BYTES = 42
-"""What CURVE and ZMTP add to a message (RFC 26 and 23 of ZMQ): `MESSAGE`, nonce, authenticator, flags, frame header."""
+"""Bytes that CURVE and ZMTP add to a message (RFC 26 and 23 of ZMQ): `MESSAGE`, nonce, authenticator, flags, header."""
 _RECEIVED_AT = 128
-"""Where Linux's `struct tcp_info` has `tcpi_bytes_received`, 8 bytes."""
+"""Offset of `tcpi_bytes_received`, 8 bytes, in Linux's `struct tcp_info`."""
 
 
 log = logging.getLogger(__name__)
 
 
 class Gate:
-    """To be made before the socket is bound, so that no connection escapes it. `on_gone` is called with the identity of
-    each connection that was `heard` and has ended, again where it is heard once more.
+    """Limits the connections of a ROUTER socket and reports when connections end.
 
-    Owns: a monitor of the ROUTER socket. Promises: no more than `max_connections` at a time, and of these no more than
-    `MAX_SILENT` that have sent nothing yet, of which the oldest gives way to a new one; so whoever opens connections
-    without being let in neither uses up the descriptors of the process nor keeps others from coming in. A TCP
-    connection that has sent more than `MAX_AHEAD_BYTES` which no message has brought yet is ended, within about
-    `LOOK_SECONDS`: its messages come faster than they are taken, or are endless.
+    Create it before the socket is bound, so that it sees every connection. It calls `on_gone` with the identity of each
+    connection that was `heard` and has ended. If the ended connection is heard again, `on_gone` follows again.
 
-    What can be known of a connection, and when. Of a message ZMQ tells its descriptor, and with keys the number of its
-    connection, counted up as the authenticator lets them in; of a connection that comes or ends the monitor tells the
-    descriptor alone. A connection's coming is told before its first message can be received, and its end before its
-    descriptor is another one's. But messages of a connection that has ended may wait for long, they come in any order
-    among those of other connections, and its descriptor is taken again meanwhile. So of two connections by one
-    descriptor the one with the greater number came later, and only the last can be there. Hence:
+    Owns a monitor of the ROUTER socket. Promises:
 
-    - `heard` never says of a connection that is there that it is not.
-    - It may say of one that has ended that it is there: of one that was heard before, until its end is followed; of one
-      that was not, while the connection that has its descriptor now is there and silent. `on_gone` then follows, with
-      that end, or once its successor is heard or ends.
-    - Connections without keys have no numbers: all that are heard by a descriptor count as there until its last one
-      ends.
+    - There are at most `max_connections` connections at a time, and at most `MAX_SILENT` that have not sent a message.
+      A new connection replaces the oldest silent one. So a peer that opens connections without authentication can
+      neither use up the descriptors of the process nor lock out other clients.
+    - A TCP connection is closed, within about `LOOK_SECONDS`, once it has sent more than `MAX_AHEAD_BYTES` beyond its
+      received messages: it sends faster than the worker receives, or its message is endless.
+
+    Information about connections is incomplete. For each message, ZMQ gives the descriptor of its connection, and with
+    keys also the connection's number; the authenticator numbers connections in ascending order. For a new or ended
+    connection, the monitor gives only the descriptor. The monitor reports a connection before its first message can be
+    received, and reports its end before the descriptor is reused. But messages of an ended connection may stay queued
+    for long. They arrive interleaved with messages of other connections, and the descriptor may have been reused. Of
+    two connections with the same descriptor, the one with the larger number is newer, and only the newest can be open.
+    Hence:
+
+    - `heard` never returns False for an open connection.
+    - `heard` may return True for an ended connection. If the connection was heard before, that lasts until `follow`
+      processes its end. If it was not, that lasts while the connection with the same descriptor is open and silent. In
+      both cases `on_gone` follows: at that end, or once the successor is heard or ends.
+    - Connections without keys have no numbers. All connections that were heard on a descriptor count as open until the
+      last one ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -79,17 +86,17 @@ class Gate:
         self._on_gone = on_gone
         self._heard: dict[int, set[bytes]] = {}
         self._newest: dict[int, int] = {}
-        self._taken: dict[int, int] = {}  # of all connections, in the order in which they came
+        self._taken: dict[int, int] = {}  # received bytes of all connections, oldest connection first
         self._looked = time.monotonic()
         self._monitor: Any = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     @property
     def monitor(self) -> Any:
-        """The socket to poll: `follow` is due when it can be read."""
+        """The socket to poll: call `follow` when it is readable."""
         return self._monitor
 
     def follow(self) -> None:
-        """Note which connections came and went, and end those beyond the limits, of the ones that were never heard."""
+        """Process new and ended connections, and close the silent connections beyond the limits."""
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
@@ -105,28 +112,29 @@ class Gate:
 
     @property
     def seconds_to_look(self) -> float:
-        """Until `look` is due; it never is where no connection is by TCP."""
+        """Seconds until `look` is due; infinity if there is no TCP connection."""
         if not self._taken or not self._router.get_string(zmq.LAST_ENDPOINT).startswith("tcp:"):
             return float("inf")
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """End the connections that are too far ahead."""
+        """Close connections that have sent too many bytes beyond their received messages."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
-                    log.warning("a client was cut off: it had sent %d bytes more than were taken", received - taken)
+                    log.warning("disconnected a client: it sent %d bytes more than were received", received - taken)
                     self._end(fd)
 
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
-        """The connection with this identity and number has sent a message of so many bytes. Returns whether it is still
-        there, as far as can be known.
+        """Record a message of `num_bytes` from the connection with this identity and number.
+
+        Return whether the connection is still open, as far as that is known (see the class).
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
-            self.follow()  # it may have come, or gone, or gone and come again under an identity of its own
+            self.follow()  # the connection may be new, ended, or a new one with an identity of its own choice
             if fd not in self._taken or not self._is_last(fd, number):
                 return False
             self._heard.setdefault(fd, set()).add(identity)
@@ -138,12 +146,12 @@ class Gate:
         if number is None or (number == newest and fd in self._heard):
             return True
         if number > newest:
-            self._lose(fd)  # whoever was heard by it so far had ended before
+            self._lose(fd)  # older connections with this descriptor have ended
             self._newest[fd], self._taken[fd] = number, 0
         return number > newest
 
     def close(self) -> None:
-        """End the monitor, before the socket is closed."""
+        """Stop the monitor. Call this before the socket is closed."""
         self.follow()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
@@ -161,15 +169,15 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """It leaves once the monitor tells so."""
-        # The number may be another file's by now: anything but a connection of this socket is left alone.
+        """Shut down a connection. `follow` forgets it once the monitor reports its end."""
+        # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _socket_at(fd: int) -> socket.socket:
-    """The socket behind a descriptor, under a new one. Raise OSError if it is closed, or no socket."""
+    """Return the socket behind a descriptor, as a duplicate. Raise OSError if it is closed or not a socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -183,14 +191,14 @@ def _is_at(name: Any, endpoint: str) -> bool:
 
 
 FINISH_SECONDS = 0.001
-"""Between two looks whether clients have read, at the end."""
+"""Interval between attempts to send in `Outboxes.finish`."""
 FRAME_BYTES = 100
-"""Of a frame beside its content."""
+"""Memory of a frame in addition to its content."""
 
 
 @dataclass
 class _Box:
-    """Replies to one client. `is_dropped`: all that is left is the error that says so."""
+    """Replies to one client. `is_dropped`: the replies were dropped, and only the error about that is left."""
 
     frames: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
@@ -198,13 +206,15 @@ class _Box:
 
 
 class Outboxes:
-    """Sends by `router`. `on_lost` is called with the identity of a client that is gone or was dropped. `user_of` tells
-    whose a connection is.
+    """Sends replies by `router` and queues those that the socket does not accept yet.
 
-    Owns: the replies that the ROUTER socket does not take yet. Promises: a client gets its replies in order; what waits
-    for all clients together stays within `max_bytes`. Beyond that, of the user with most, the connection with most is
-    dropped: its replies are given up, and nothing is taken from it until it reads again and has got one error without
-    an id, which ends all its calls.
+    `on_lost` is called with the identity of a client that is gone or was dropped. `user_of` returns the user of a
+    connection.
+
+    Owns the queued replies. Promises that a client gets its replies in order, and that all queued replies together stay
+    within `max_bytes`. Beyond that limit, a connection is dropped: the largest one of the user with the most queued
+    bytes. Its replies are discarded, and its messages are ignored until it reads again and has received one error
+    without an id, which ends all its calls.
     """
 
     def __init__(
@@ -223,20 +233,20 @@ class Outboxes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no client has replies waiting, nor waits to be told that it has none."""
+        """Return whether nothing is queued, neither replies nor errors to dropped clients."""
         return not self._boxes
 
     def takes(self, identity: bytes) -> bool:
-        """Whether a reply for this client would not have to wait behind others here."""
+        """Return whether no replies are queued for this client."""
         return identity not in self._boxes
 
     def is_dropped(self, identity: bytes) -> bool:
-        """Whether nothing is to be taken from this client."""
+        """Return whether this client was dropped, so that its messages must be ignored."""
         box = self._boxes.get(identity)
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send now, or as soon as the client reads; False if it is gone or dropped."""
+        """Send now, or as soon as the client reads. Return False if the client is gone or dropped."""
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
@@ -252,14 +262,14 @@ class Outboxes:
         return not box.is_dropped
 
     def _largest(self) -> bytes:
-        """The largest box of the user who has most in all of theirs."""
+        """Return the identity with the largest box of the user with the most queued bytes."""
         totals: Counter[object] = Counter()
         for identity, box in self._boxes.items():
             totals[self._user_of(identity)] += box.num_bytes
         return max(self._boxes, key=lambda each: (totals[self._user_of(each)], self._boxes[each].num_bytes))
 
     def flush(self) -> None:
-        """Send what can be sent by now."""
+        """Send the queued replies that the socket accepts now."""
         for identity, box in list(self._boxes.items()):
             was_sent: bool | None = True
             while box.frames and was_sent:
@@ -271,19 +281,19 @@ class Outboxes:
                 self.forget(identity)
 
     def forget(self, identity: bytes) -> None:
-        """Keep nothing for a client that is gone."""
+        """Discard the replies for a client that is gone."""
         if (box := self._boxes.pop(identity, None)) is not None:
             self._empty(box)
 
     def finish(self, seconds: float) -> None:
-        """Send what waits for clients that read, for at most so long."""
+        """Send queued replies to clients that read, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._num_bytes and time.monotonic() < deadline:
             self.flush()
             time.sleep(FINISH_SECONDS)
 
     def _try(self, identity: bytes, frame: bytes) -> bool | None:
-        """Whether it was sent; None if the client has to read first."""
+        """Return True if the frame was sent, False if the client is gone, None if the client must read first."""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -297,8 +307,8 @@ class Outboxes:
     def _drop(self, identity: bytes) -> None:
         box = self._boxes[identity]
         error = UnreadError(
-            f"connection: expected a client that reads its replies, found {box.num_bytes} bytes unread, with "
-            "max_unread_bytes in all exceeded; read, and ask again: results are kept"
+            f"connection: the client left {box.num_bytes} bytes of replies unread, and max_unread_bytes over all "
+            "clients was exceeded; read, and send the requests again: results are kept"
         )
         self._empty(box)
         box.is_dropped = True
@@ -312,7 +322,7 @@ class Outboxes:
 
     def _take(self, box: _Box) -> None:
         frame = box.frames.popleft()
-        if not box.is_dropped:  # the error that says so is not counted, so that dropping always makes room
+        if not box.is_dropped:  # the error of a dropped client is not counted, so that dropping always frees bytes
             box.num_bytes -= len(frame) + FRAME_BYTES
             self._num_bytes -= len(frame) + FRAME_BYTES
 
@@ -323,22 +333,25 @@ class Outboxes:
 
 
 OVERSIZE_FACTOR = 2
-"""ZMQ cuts the connection of a client that sends more than this many times `max_message_bytes`; below it, an error
-replies.
+"""ZMQ closes a connection that sends a message of more than this factor times `max_message_bytes`. Smaller messages
+above the limit get an error as reply.
 """
 HANDSHAKE_MS = 5000
 SEND_HWM = 128
 KEEPALIVE_SECONDS = 30
 LINGER_SECONDS = 2.0
 FLUSH_MS = 2
-"""How long a reply may wait for a look whether its slow reader has read."""
+"""Interval between attempts to send queued replies."""
 DOMAIN = "trueroll"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who sent a message: its connection, by the identity to reply to, and the client behind it. `is_gone`: the
-    connection has ended, and another one may get the identity; see `Gate`.
+    """The sender of a message.
+
+    - `identity`: identity of the connection, to which replies are addressed
+    - `client`: the authenticated client
+    - `is_gone`: the connection has ended, and another connection may get the identity; see `Gate`
     """
 
     identity: bytes
@@ -347,14 +360,15 @@ class Peer:
 
 
 class Router:
-    """Listens at once; `address` is where. `on_lost` is called with each identity that gets no more replies.
+    """The bound ROUTER socket. It listens from its construction on.
 
-    Raise ConfigError if nothing can listen at the configured address, or if keys cannot be read.
+    `address`: the address that it listens at. `on_lost` is called with each identity that gets no more replies. Raise
+    ConfigError if it cannot listen at the configured address or cannot read the keys.
     """
 
     def __init__(self, config: WorkerConfig, on_lost: Callable[[bytes], None]) -> None:
         self._keys = server_keys(config)
-        self._resources = ExitStack()  # closed the last one first
+        self._resources = ExitStack()  # closed in reverse order
         address = config.address or self._new_address()
         context = zmq.Context()
         self._resources.callback(context.term)
@@ -388,25 +402,25 @@ class Router:
         return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Let `poller` wake up when there is something to `receive`."""
+        """Register the sockets with `poller`, which then wakes up when `receive` or `maintain` has work."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._gate.monitor, zmq.POLLIN)
 
     @property
     def poll_ms(self) -> float:
-        """After how long `maintain` has something to do."""
+        """Milliseconds until `maintain` has work."""
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
     def maintain(self) -> None:
-        """See who came and went, who is too far ahead, and who reads again."""
+        """Process new and ended connections, close connections over the limits, and send queued replies."""
         self._gate.follow()
         if self._gate.seconds_to_look == 0.0:
             self._gate.look()
         self._outboxes.flush()
 
     def _user_of(self, identity: bytes) -> object:
-        """Whose a connection is; where clients have no names, each is its own."""
+        """Return the user of a connection. Without named clients, each connection counts as its own user."""
         return self._users.get(identity, identity)
 
     def _leave(self, identity: bytes) -> None:
@@ -415,7 +429,10 @@ class Router:
         self._on_lost(identity)
 
     def receive(self) -> tuple[Peer, list[bytes]] | None:
-        """The next message's sender and frames, no frames if it is to be passed over; None if there is none now."""
+        """Return sender and frames of the next message, or None if there is no message now.
+
+        The list of frames is empty if the message must be ignored.
+        """
         try:
             first, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -429,22 +446,22 @@ class Router:
         return Peer(identity, client, not is_there), [] if self._outboxes.is_dropped(identity) else _ends(frames)
 
     def _sender(self, frame: zmq.Frame) -> tuple[Client, int | None]:
-        """Whose message it is, and the number of the connection, which only those with keys have."""
+        """Return the client behind a message and, with keys, the number of its connection."""
         if self._keys is None:
             return OWNER, None
         key, number = str(frame.get("User-Id")).split()
         return self._keys.clients[key], int(number)
 
     def takes(self, identity: bytes) -> bool:
-        """Whether a client reads as fast as it is sent to: no reply for it waits here."""
+        """Return whether the client has read so far that no reply for it is queued here."""
         return self._outboxes.takes(identity)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send to a client; False if it is gone, or was dropped since it does not read."""
+        """Send to a client. Return False if it is gone, or was dropped because it does not read."""
         return self._outboxes.send(identity, frame)
 
     def close(self) -> None:
-        """Stop listening, and give what was sent up to `LINGER_SECONDS` to reach clients that read."""
+        """Stop listening. Replies to clients that read get up to `LINGER_SECONDS` to arrive."""
         self._outboxes.finish(LINGER_SECONDS)
         self._gate.close()
         self._socket.close(linger=int(1000 * LINGER_SECONDS))
@@ -452,14 +469,15 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """A message's frames, empty ones in the place of those between the first and the last: more than one are an error
-    in any case, and may be many.
+    """Return a message's frames, with empty bytes for all but the first and the last.
+
+    A message of more than one frame is an error, and it may have many frames, which need not be copied.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Of the connection that it came by; None for a peer that speaks ZMTP 1 or 2, which can have no keys."""
+    """Return the descriptor of a frame's connection, or None if the peer speaks ZMTP 1 or 2, which have no keys."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -467,11 +485,16 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _most_connections(wanted: int) -> int:
-    """As many as wanted, or as leave half of the descriptors that the process may open."""
+    """Return the maximum number of connections: `wanted`, but at most half of the process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or wanted <= soft // 2:
         return wanted
-    log.warning("max_connections: %d instead of %d, as this process may open %d descriptors", soft // 2, wanted, soft)
+    log.warning(
+        "max_connections: using %d instead of %d, since this process may open only %d descriptors",
+        soft // 2,
+        wanted,
+        soft,
+    )
     return soft // 2
 
 
@@ -479,9 +502,9 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # libzmq 4.3.5 aborts the process when a heartbeat, of either side, is due of a connection that ended while its
-    # receive queue was full, and of one whose identity another connection took over (ROUTER_HANDOVER). So no queue is
-    # ever full, and the worker sends no heartbeats: the system finds out about hosts that are gone.
+    # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a connection that ended with a full
+    # receive queue, or on a connection with an identity that another one took over (ROUTER_HANDOVER). So receive queues
+    # are unbounded, and the worker sends no heartbeats: TCP keepalive detects hosts that are gone.
     router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)
@@ -492,11 +515,11 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     if keys is not None:
         serve_curve(router, keys)
         router.set_string(zmq.ZAP_DOMAIN, DOMAIN)
-        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the authenticator nobody comes in
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the authenticator no client is admitted
 
 
 class _KnownKeys:
-    """What the authenticator asks whether it is to let a key in."""
+    """The authenticator's credentials provider: it admits the keys of known clients."""
 
     def __init__(self, keys: ServerKeys) -> None:
         self._keys = keys
@@ -506,7 +529,7 @@ class _KnownKeys:
 
 
 class _Authenticator(ThreadAuthenticator):
-    """With each message comes, as `User-Id`, its client's public key and the number of its connection."""
+    """Sets the `User-Id` of each message to its client's public key and the number of its connection."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         super().__init__(context)
@@ -517,7 +540,7 @@ class _Authenticator(ThreadAuthenticator):
 
 
 def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> ThreadAuthenticator:
-    """Lets in who has one of the keys, and no others."""
+    """Start an authenticator that admits only clients with one of the keys."""
     authenticator = _Authenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, credentials_provider=_KnownKeys(keys))
@@ -525,23 +548,24 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
 
 
 def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if there is anything at an ipc address but the socket of a worker that is gone: ZMQ would quietly
-    remove it.
+    """Raise OSError if the path of an ipc address is in use.
+
+    Only the leftover socket of a worker that is gone may be replaced. ZMQ would silently remove any file.
     """
     path = address.removeprefix("ipc://")
     if path == address or not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(Path(path).lstat().st_mode):
-        raise OSError(0, "there is something else than a socket")
+        raise OSError(0, "the path exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         if probe.connect_ex(path) in (0, errno.EAGAIN):
-            raise OSError(0, "another process listens there")
+            raise OSError(0, "another process already listens there")
 
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """What is made meanwhile, by this process, is for this user alone."""
+    """Make files that this process creates inside this context accessible to this user only."""
     before = os.umask(0o077)
     try:
         yield

@@ -1,5 +1,8 @@
-"""The messages between client and worker: `messages` has their fields, `codec` their form on the wire, what they
-carry, and a sample put together from them, and `error_codes` the words for errors. Imports no torch.
+"""The messages between client and worker. Imports no torch.
+
+- `messages`: message types and their fields
+- `codec`: encoding and decoding, conversion of the engine's results, and samples assembled from deltas
+- `error_codes`: error classes by their codes
 """
 
 from ...engine.request import new_id

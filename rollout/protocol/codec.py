@@ -1,11 +1,11 @@
-"""Messages as bytes on the wire, the engine's results in their fields, and a sample put together from deltas.
+"""Encoding and decoding of messages, conversion of the engine's results to messages, and samples built from deltas.
 
-A message is one frame, a MessagePack map with `version`, `type` and its fields. Everything received passes through
-`from_client` or `from_worker`, so that nothing behind this module meets a field that is missing, unknown, mistyped or
-out of its range.
+A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame passes
+through `from_client` or `from_worker`. They reject missing, unknown, mistyped and out-of-range fields, so other modules
+never see them.
 
-Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts.
-This is the only place that knows which field carries which column of `engine.request`.
+Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
+this module knows which field carries which column of `engine.request`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .messages import Delta, Done, Error, FinishedSample, FromClient, FromWorker
 
 PROTOCOL_VERSION = 1
 MAX_DEPTH = 6
-"""How deep maps and arrays of a message lie within each other. The deepest: message, bucket, pieces, piece, shape."""
+"""Maximum nesting of maps and arrays in a message. The deepest nesting is message, bucket, pieces, piece, shape."""
 MAX_ELEMENTS = 2**18
-"""Of all the maps and arrays in a client's message together: enough for the pieces of a bucket."""
+"""Maximum number of elements over all maps and arrays of a client's message: enough for the pieces of a bucket."""
 MAX_FIELDS = 32
-"""Of a map in a client's message."""
+"""Maximum number of fields in one map of a client's message."""
 _ID_WITHIN_BYTES = 1024
 _NIL = b"\xc0"
 
@@ -54,7 +54,7 @@ _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(
 
 
 def message_types(union: Any) -> tuple[str, ...]:
-    """The `type` of every message in `FromClient` or `FromWorker`."""
+    """Return the `type` of every message in the union `FromClient` or `FromWorker`."""
     return tuple(message.model_fields["type"].default for message in get_args(union))
 
 
@@ -62,38 +62,40 @@ _CLIENT_TYPES, _WORKER_TYPES = message_types(FromClient), message_types(FromWork
 
 
 def encode(message: FromClient | FromWorker) -> bytes:
-    """The frame that carries `message`."""
+    """Return the frame of `message`."""
     return msgpack.Packer().pack({"version": PROTOCOL_VERSION, **message.model_dump()})
 
 
 def encode_for_anyone(message: FinishedSample | Done | Scores) -> bytes:
-    """The frame of a reply up to the value of its last field, the caller: `address` completes it."""
+    """Return the frame of a reply without the value of its last field, `caller`. `address` completes it."""
     return encode(message.model_copy(update={"caller": None}))[: -len(_NIL)]
 
 
 def address(reply: bytes, caller: str | None) -> bytes:
-    """The frame of a reply of `encode_for_anyone`, for one caller."""
+    """Complete a frame of `encode_for_anyone` for one caller."""
     return reply + msgpack.Packer().pack(caller)
 
 
 def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
-    """The message in a client's frame. Raises ProtocolError, also beyond `max_elements` in all, `MAX_FIELDS` in a map
-    or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes; InvalidRequestError for sampling
-    parameters.
+    """Decode a client's frame.
+
+    Raise ProtocolError if the frame is invalid, or exceeds `max_elements` in total, `MAX_FIELDS` in a map or
+    `MAX_DEPTH`: these limits keep the cost of decoding in proportion to the size of the frame. Raise
+    InvalidRequestError for invalid sampling parameters.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
 def from_worker(frame: bytes) -> FromWorker:
-    """The message in a worker's frame. Raises ProtocolError."""
+    """Decode a worker's frame. Raise ProtocolError if it is invalid."""
     return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
 
 
 def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
-    """Its fields unchecked. Raises ProtocolError beyond the limits."""
+    """Return the unchecked fields of a frame. Raise ProtocolError if it does not decode within the limits."""
     count = _element_counter(max_elements)
     try:
-        _check_that_all_is_there(frame)
+        _check_completeness(frame)
         fields = msgpack.unpackb(
             frame,
             use_list=False,
@@ -105,41 +107,39 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
             object_hook=lambda fields: _with_string_keys(count(fields)),
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(
-            f"message: expected one MessagePack map, found bytes that do not decode ({error})"
-        ) from None
+        raise ProtocolError(f"message: expected one MessagePack map, but the bytes do not decode ({error})") from None
     if not isinstance(fields, dict):
         raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
     _check_depth(fields)
     return fields
 
 
-def _check_that_all_is_there(frame: bytes) -> None:
-    """Raises what unpacking would where an array or a map announces more than follows, before room is made for it."""
+def _check_completeness(frame: bytes) -> None:
+    """Raise the error of unpacking, before memory is allocated, if an array or map announces more than it has."""
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
     unpacker.feed(frame)
     unpacker.skip()
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """A function to call with every map and array that was read, which raises ValueError beyond `limit` elements."""
+    """Return a hook for every decoded map and array. It raises ValueError once they have over `limit` elements."""
     num_elements = 0
 
     def count(values: Any) -> Any:
         nonlocal num_elements
         num_elements += 1 + len(values)
         if num_elements > limit:
-            raise ValueError(f"more than {limit} elements of maps and arrays")
+            raise ValueError(f"more than {limit} elements in maps and arrays")
         return values
 
     return count
 
 
 def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
-    """MessagePack also has bytes as keys, which no message has."""
+    """Raise ValueError if a key is not a string: MessagePack also allows bytes."""
     for key in fields:
         if not isinstance(key, str):
-            raise ValueError(f"{brief(key)} is no string, as a key must be")
+            raise ValueError(f"the key {brief(key)} is not a string")
     return fields
 
 
@@ -149,7 +149,7 @@ def _check_depth(fields: dict[str, Any]) -> None:
         level = [value for values in level for value in _values(values) if isinstance(value, tuple | dict)]
         if not level:
             return
-    text = f"message: expected maps and arrays at most {MAX_DEPTH} deep, found deeper ones"
+    text = f"message: maps and arrays are nested more than {MAX_DEPTH} deep"
     raise ProtocolError(text, limit=MAX_DEPTH)
 
 
@@ -158,9 +158,9 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """The id of an unchecked message, so that even its rejection can name it; None if it has no valid one.
+    """Return the id of an unchecked message, so that its rejection can name it, or None if there is no valid id.
 
-    It is looked for among the first fields alone, within so few bytes that nothing there can cost much.
+    Looks only at the first fields, within the first `_ID_WITHIN_BYTES` bytes, to bound the cost.
     """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
     unpacker.feed(memoryview(frame)[:_ID_WITHIN_BYTES])
@@ -170,7 +170,7 @@ def id_in(frame: bytes) -> str | None:
                 id = unpacker.unpack()
                 return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
             unpacker.skip()
-    except Exception:  # whatever these bytes are, they hold no id
+    except Exception:  # these bytes hold no id
         return None
     return None
 
@@ -191,7 +191,7 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise from_validation(ProtocolError, error, first_part=1) from None  # the location begins with the type
+        raise from_validation(ProtocolError, error, first_part=1) from None  # the location starts with the type
 
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
@@ -200,7 +200,7 @@ Carrier: TypeAlias = FinishedSample | Delta | Scores
 
 
 def bytes_within(message: Carrier) -> dict[Column, bytes]:
-    """The columns that a message carries, as bytes."""
+    """Return the columns of a message as bytes."""
     found = {} if message.logprobs is None else {LOGPROBS: message.logprobs}
     if message.tops is not None:
         found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
@@ -208,18 +208,18 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
 
 
 def num_listed(message: Carrier) -> int:
-    """How many elements the listed columns of a message have for a token."""
+    """Return the number of elements per token in a message's listed columns."""
     return 0 if message.tops is None else message.tops.k
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """The fields of a message that carry columns, of which the listed ones have `k` elements for a token."""
+    """Return the message fields that carry the columns `content`. Listed columns have `k` elements per token."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
 
 
 def columns_within(message: Carrier) -> Columns:
-    """The columns that a message carries, as writable arrays."""
+    """Return the columns of a message as writable arrays."""
     found, k = bytes_within(message), num_listed(message)
     rows = next((len(content) // column.num_bytes(k) for column, content in found.items()), 0)
     return {
@@ -229,7 +229,7 @@ def columns_within(message: Carrier) -> Columns:
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
-    """The fields of a message that carry these columns."""
+    """Return the message fields that carry `columns`."""
     content = {
         column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
     }
@@ -241,9 +241,10 @@ _BOOLEANS = frozenset((bool, np.bool_))
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
-    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming the `field` that they are from.
+    """Return token ids as the protocol's int32 array.
 
-    Integers of numpy are taken like those of Python. Booleans are refused, which numpy would turn into 0 and 1.
+    Accepts integers of Python and numpy. Raise InvalidRequestError, which names `field`, for any other values. Booleans
+    are refused too, although numpy would convert them to 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
@@ -252,7 +253,7 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
         token_ids = [plain(token) for token in token_ids]
     try:
         tokens = np.asarray(token_ids)
-    except ValueError:  # sequences of several lengths
+    except ValueError:  # sequences of different lengths
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         text = f"{field}: expected a flat sequence of token ids, found {brief(token_ids)}"
@@ -264,12 +265,12 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
 
 
 def bytes_to_tokens(data: bytes) -> np.ndarray:
-    """int32 [num_tokens], writable."""
+    """Return the token ids of the protocol's array, int32 [num_tokens], writable."""
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
 def sample_message(id: str, output: SampleOutput) -> FinishedSample:
-    """The message that carries a sample the engine finished of the request `id`."""
+    """Return the message for a finished sample of request `id`."""
     return FinishedSample(
         id=id,
         index=output.index,
@@ -286,7 +287,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
 
 
 def delta_message(id: str, delta: SampleDelta) -> Delta:
-    """What a sample of the request `id` has got, as messages carry it."""
+    """Return the part of a `Deltas` message for new tokens of a sample of request `id`."""
     return Delta(
         id=id,
         index=delta.index,
@@ -297,7 +298,7 @@ def delta_message(id: str, delta: SampleDelta) -> Delta:
 
 
 def scores_message(id: str, output: ScoreOutput) -> Scores:
-    """The message that carries a score the engine finished of the request `id`."""
+    """Return the message for the finished score of request `id`."""
     return Scores(
         id=id,
         finish_reason=output.finish_reason,
@@ -308,12 +309,12 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
 
 
 def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
-    """The message that says that `id` has no result."""
+    """Return the message that ends message `id` with an error."""
     return Error(id=id, caller=caller, **told(error))
 
 
 def sample_output(message: FinishedSample) -> SampleOutput:
-    """The sample in a message, as the engine gave it; its array is writable."""
+    """Return the engine's sample from a message, with writable arrays."""
     return SampleOutput(
         request_id=message.id,
         index=message.index,
@@ -330,7 +331,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
 
 
 def sample_delta(message: Delta) -> SampleDelta:
-    """What a sample has got, as the engine gave it; arrays writable."""
+    """Return the engine's delta of a sample from a message, with writable arrays."""
     return SampleDelta(
         request_id=message.id,
         index=message.index,
@@ -341,7 +342,7 @@ def sample_delta(message: Delta) -> SampleDelta:
 
 
 def score_output(message: Scores) -> ScoreOutput:
-    """The scores in a message, as the engine gave them; arrays writable."""
+    """Return the engine's scores from a message, with writable arrays."""
     return ScoreOutput(
         request_id=message.id,
         finish_reason=message.finish_reason,
@@ -352,7 +353,7 @@ def score_output(message: Scores) -> ScoreOutput:
 
 
 def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
-    """`routed_experts`, as the engine gave it, writable."""
+    """Return the engine's `routed_experts` from a message, writable."""
     if routed is None:
         return None
     elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
@@ -373,9 +374,9 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 
 
 class Growth:
-    """A sample from its first token on, as far as `first` and what was put behind it say.
+    """The known beginning of a sample, built from deltas.
 
-    `first` begins with token 0; its id and its index are the sample's.
+    `first`: a delta that starts with token 0; it gives the sample's id and index.
     """
 
     def __init__(self, first: Delta) -> None:
@@ -385,12 +386,13 @@ class Growth:
 
     @property
     def num_tokens(self) -> int:
-        """How many are known."""
+        """Number of known tokens."""
         return len(self._columns[TOKENS]) // 4
 
     def put(self, delta: Delta) -> bool:
-        """Adds what is new in a delta. False, and nothing changes, if it differs from what is known or leaves tokens
-        out.
+        """Append the new tokens of a delta.
+
+        Return False, and change nothing, if the delta contradicts the known tokens or would leave a gap.
         """
         found, num_known = _columns(delta), self.num_tokens - delta.start
         if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
@@ -404,7 +406,7 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """The tokens from `start` on; with `max_bytes` only those which take no more than that, but at least one."""
+        """Return the tokens from `start` on as a delta: at least one, and otherwise no more than `max_bytes` allow."""
         widths = {column: column.num_bytes(self._k) for column in self._columns}
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {
@@ -416,7 +418,7 @@ class Growth:
 
 
 def delta_of(sample: FinishedSample) -> Delta:
-    """All of a finished sample, as one delta."""
+    """Return a whole finished sample as one delta."""
     return Delta(
         id=sample.id,
         index=sample.index,
@@ -428,11 +430,11 @@ def delta_of(sample: FinishedSample) -> Delta:
 
 
 def _columns(delta: Delta) -> dict[Column, bytes]:
-    """The tokens of a delta, and their columns."""
+    """Return the tokens and columns of a delta as bytes."""
     return {TOKENS: delta.token_ids, **bytes_within(delta)}
 
 
 def _agree(known: bytearray, new: bytes, start: int) -> bool:
-    """Whether what begins at byte `start` has the bytes that are known, as far as both go."""
+    """Return whether `new`, which starts at byte `start`, equals `known` where the two overlap."""
     count = min(len(known) - start, len(new))
     return known[start : start + count] == new[:count]

@@ -1,7 +1,7 @@
-"""The table between the codes of errors on the wire and their classes.
+"""The mapping between error codes on the wire and exception classes.
 
-A worker sends an error as its `code`, its text and what it is about; a client raises the class that the code stands
-for, so that the same `except` works whether the engine runs in this process or behind a socket.
+A worker sends an error as its `code`, text, field, value and limit. A client raises the class of that code, so the same
+`except` works with an engine in this process and with a worker behind a socket.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_ERROR_CHARS = 2000
 
 
 def told(error: TruerollError) -> dict[str, Any]:
-    """What another process is told of an error: the arguments of `error_from_code`."""
+    """Return the arguments of `error_from_code` that describe an error to another process."""
     text = str(error)[:MAX_ERROR_CHARS]
     return dict(code=error.code, message=text, field=error.field, value=error.value, limit=error.limit)
 
@@ -71,8 +71,9 @@ def error_from_code(
     value: Value | None = None,
     limit: int | float | None = None,
 ) -> TruerollError:
-    """The exception that stands for `code`; a code that this version does not know gives a plain TruerollError. The
-    texts come from another process: what cannot be printed is escaped, so that it can be logged and shown.
+    """Return the exception for `code`, or a plain TruerollError if this version does not know the code.
+
+    The text comes from another process, so unprintable characters are escaped for logs and terminals.
     """
     kind = _BY_CODE.get(code, TruerollError)
     return kind(printable(message, kept=LINES), field=field, value=value, limit=limit)

@@ -1,6 +1,6 @@
-"""The messages between client and worker, by their fields; those of a push come from `weight_sync`.
+"""The fields of the messages between client and worker. Messages of a push come from `weight_sync`.
 
-`docs/protocol.md` tells the same to writers of other clients. Knows no sockets and imports no torch.
+`docs/protocol.md` describes the same messages for authors of other clients. Uses no sockets and imports no torch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ...weight_sync.payload.messages import (
 
 MAX_ACK_IDS = 1024
 _BYTES_BESIDE = 200
-"""Of a delta, beside its tokens, about."""
+"""Approximate size of a delta on the wire without its tokens."""
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 def _is_whole_words(data: bytes) -> bytes:
     if len(data) % 4:
-        raise ValueError(f"array: expected 4 bytes for each element, found {len(data)} bytes")
+        raise ValueError(f"array: {len(data)} bytes are not a multiple of 4 bytes, the size of an element")
     return data
 
 
@@ -57,11 +57,13 @@ Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 
 
 class _Request(Message):
-    """`caller`: a name for who asks, the same when the request is sent again for want of its reply. An abort that came
-    before, from somebody else, is no answer to it.
+    """Fields that `Generate` and `GetScores` share.
 
-    `min_weight_version`: begin with no weights older than that; a worker that serves older ones answers with the error
-    `stale_weights` or, if it is to `wait_for_weights`, begins once a push has brought them.
+    - `caller`: name of the caller of this submission. It stays the same if the request is sent again because its reply
+      was lost. If another caller aborted the request before, the aborted result does not answer this submission.
+    - `min_weight_version`: minimum version of the weights to begin with. A worker with older weights answers with the
+      error `stale_weights`, unless `wait_for_weights` is set.
+    - `wait_for_weights`: wait, unstarted, for a push that brings the demanded weights
     """
 
     min_weight_version: Version | None = None
@@ -72,14 +74,18 @@ class _Request(Message):
     @classmethod
     def _knows_what_it_waits_for(cls, waits: bool, info: ValidationInfo) -> bool:
         if waits and info.data.get("min_weight_version", 0) is None:
-            raise ValueError("wait_for_weights: expected min_weight_version with it, found none; give both")
+            raise ValueError("wait_for_weights: it needs min_weight_version, which is not set; set both")
         return waits
 
 
 class Generate(_Request):
-    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`, `spans`: see
-    `GenerateRequest`. `deltas`: tell this asker, by `Deltas`, how the samples grow. `while_connected`: end the request
-    when nobody who waits for it is connected any more, and keep nothing of it. For the rest see `_Request`.
+    """Request `params.n` samples of a prompt.
+
+    - `prompt_token_ids`: int32 array
+    - `num_prior_tokens`, `spans`: see `GenerateRequest`
+    - `deltas`: send this caller `Deltas` while the samples grow
+    - `while_connected`: end the request, and drop its result, once no waiting client is connected any more
+    - other fields: see `_Request`
     """
 
     type: Literal["generate"] = "generate"
@@ -93,8 +99,11 @@ class Generate(_Request):
 
 
 class GetScores(_Request):
-    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `spans`, `top_logprobs`,
-    `return_routed_experts`: see `ScoreRequest`. For the rest see `_Request`.
+    """Request the log-probs of given tokens, at least two.
+
+    - `token_ids`: int32 array
+    - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
+    - other fields: see `_Request`
     """
 
     type: Literal["score"] = "score"
@@ -108,10 +117,10 @@ class GetScores(_Request):
 
 
 class Abort(Message):
-    """Asks to end request `request_id`, or only its sample `index`, keeping what was generated so far.
+    """End request `request_id`, or only its sample `index`. Tokens that were generated so far are kept.
 
-    With `caller`, that one alone gives the request up: it gets no more replies to it, and the request ends, and is not
-    kept, unless somebody else waits for it.
+    With `caller`, only this caller gives up the request and gets no more replies. If no other caller waits for the
+    request, it ends and its result is not kept.
     """
 
     type: Literal["abort"] = "abort"
@@ -123,12 +132,12 @@ class Abort(Message):
     @model_validator(mode="after")
     def _a_caller_gives_up_all_samples(self) -> Abort:
         if self.caller is not None and self.index is not None:
-            raise ValueError("abort: expected caller or index, found both; leave one of them out")
+            raise ValueError("abort: caller and index exclude each other; leave out one of them")
         return self
 
 
 class Ack(Message):
-    """Says that the results of these requests are needed no more. Has no reply."""
+    """Acknowledge results, so that the worker can drop them. There is no reply."""
 
     type: Literal["ack"] = "ack"
     ids: Annotated[tuple[Id, ...], FailFast(), Field(max_length=MAX_ACK_IDS)]
@@ -145,21 +154,21 @@ class GetStats(Message):
 
 
 class Pause(Message):
-    """Asks to generate nothing from the next step on. Running requests keep their tokens and their blocks."""
+    """Pause generation before the next step. Running requests keep their tokens and blocks."""
 
     type: Literal["pause"] = "pause"
     id: Id
 
 
 class Resume(Message):
-    """Asks to end a pause."""
+    """End a pause."""
 
     type: Literal["resume"] = "resume"
     id: Id
 
 
 class Drain(Message):
-    """Asks to finish what was accepted so far, for at most `timeout` seconds, and then to pause."""
+    """Finish all accepted requests, for at most `timeout` seconds, and then pause."""
 
     type: Literal["drain"] = "drain"
     id: Id
@@ -167,9 +176,11 @@ class Drain(Message):
 
 
 class Sleep(Message):
-    """Asks to give memory back. `level` 1 keeps the weights on the host, 2 drops them: then a push must follow.
+    """Release memory.
 
-    `tags`: which memory. `in_flight`: what becomes of running requests; `drain` takes at most `timeout` seconds.
+    - `level`: 1 keeps the weights on the host; 2 drops them, so a push must follow
+    - `tags`: the kinds of memory to release
+    - `in_flight`: how to treat running requests; `drain` waits for at most `timeout` seconds
     """
 
     type: Literal["sleep"] = "sleep"
@@ -181,7 +192,7 @@ class Sleep(Message):
 
 
 class WakeUp(Message):
-    """Asks to take the memory of `tags` again."""
+    """Allocate the memory of `tags` again."""
 
     type: Literal["wake_up"] = "wake_up"
     id: Id
@@ -189,15 +200,16 @@ class WakeUp(Message):
 
 
 class Invalidate(Message):
-    """Asks to forget all cached prefixes; running requests keep their blocks."""
+    """Drop all cached prefixes. Running requests keep their blocks."""
 
     type: Literal["invalidate"] = "invalidate"
     id: Id
 
 
 class SaveWeights(Message):
-    """Asks to write the weights that are served, if a push brought them, into a new folder in `folder`, from which they
-    can be pushed by disk. Nothing is generated meanwhile.
+    """Write the served weights into a new folder inside `folder`, from which a push by disk can load them.
+
+    Only weights that a push brought can be written. Generation stops during the call.
     """
 
     type: Literal["save_weights"] = "save_weights"
@@ -206,14 +218,17 @@ class SaveWeights(Message):
 
 
 class GetChecksums(Message):
-    """Asks what the served weights are. Computed between two steps, which wait for it."""
+    """Request the checksums of the served weights. The engine computes them between two steps, which wait."""
 
     type: Literal["checksums"] = "checksums"
     id: Id
 
 
 class TopArrays(Message):
-    """What `top_logprobs` recorded, of `k` tokens for each one: `entropy` and `logprobs` float32, `token_ids` int32."""
+    """The record of `top_logprobs`: for each token its `entropy` and the `k` most probable tokens.
+
+    `entropy`: float32 [num_tokens]. `token_ids`: int32 [num_tokens, k]. `logprobs`: float32 [num_tokens, k].
+    """
 
     k: TopLogprobs
     entropy: Array
@@ -232,9 +247,7 @@ class TopArrays(Message):
 
 
 class RoutedExperts(Message):
-    """What `return_routed_experts` recorded: the elements of `SampleOutput.routed_experts`, row by row, and its dtype
-    and shape.
-    """
+    """The record of `return_routed_experts`: dtype, shape and row-major elements of `SampleOutput.routed_experts`."""
 
     dtype: Literal["uint8", "uint16"]
     shape: tuple[Count, Count, Count]
@@ -252,7 +265,7 @@ class RoutedExperts(Message):
 
 
 class FinishedSample(Message):
-    """One finished sample; the fields are those of `SampleOutput`. `caller`, here and below: of the submission."""
+    """One finished sample, with the fields of `SampleOutput`. `caller`, here and below: the submission's caller."""
 
     type: Literal["sample"] = "sample"
     id: Id
@@ -271,7 +284,7 @@ class FinishedSample(Message):
 
 
 class Delta(Message):
-    """What a sample of request `id` has got: its tokens from `start` on. The fields are those of `SampleDelta`."""
+    """New tokens of a sample of request `id`, from token `start` on. The fields are the same as in `SampleDelta`."""
 
     id: Id
     index: Count
@@ -286,13 +299,13 @@ class Delta(Message):
 
     @property
     def num_bytes(self) -> int:
-        """About, on the wire."""
+        """Approximate size on the wire."""
         per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
         return _BYTES_BESIDE + per_token * self.num_tokens
 
 
 class Deltas(Message):
-    """What unfinished samples have got since `caller` was told last, of all its requests that asked for it."""
+    """New tokens of unfinished samples since the last `Deltas` to `caller`, for all its requests with `deltas`."""
 
     type: Literal["deltas"] = "deltas"
     samples: tuple[Delta, ...]
@@ -300,7 +313,7 @@ class Deltas(Message):
 
 
 class Done(Message):
-    """Ends a generate: all its samples were sent. `params` are as used, the seed included."""
+    """The terminal reply to a generate: all its samples were sent. `params`: as used, including the seed."""
 
     type: Literal["done"] = "done"
     id: Id
@@ -311,7 +324,7 @@ class Done(Message):
 
 
 class Scores(Message):
-    """Ends a score; the fields are those of `ScoreOutput`."""
+    """The terminal reply to a score, with the fields of `ScoreOutput`."""
 
     type: Literal["scores"] = "scores"
     id: Id
@@ -324,8 +337,9 @@ class Scores(Message):
 
 
 class Error(Message):
-    """Ends the message `id` without a result; None if the message could not be read that far. `field`, `value`,
-    `limit`: those of `TruerollError`.
+    """The terminal reply to a message that failed.
+
+    `id`: id of the failed message; None if the id could not be read. `field`, `value`, `limit`: as in `TruerollError`.
     """
 
     type: Literal["error"] = "error"
@@ -339,7 +353,7 @@ class Error(Message):
 
 
 class Aborted(Message):
-    """Ends an abort. `num_samples`: how many unfinished samples (or scores) it ended."""
+    """The terminal reply to an abort. `num_samples`: number of unfinished samples (or scores) that it ended."""
 
     type: Literal["aborted"] = "aborted"
     id: Id
@@ -348,7 +362,7 @@ class Aborted(Message):
 
 
 class Status(Message):
-    """Ends a pause, resume, drain, sleep, wake_up or invalidate: the state that it led to."""
+    """The terminal reply to a pause, resume, drain, sleep, wake_up, invalidate or save_weights: the resulting state."""
 
     type: Literal["status"] = "status"
     id: Id
@@ -357,14 +371,19 @@ class Status(Message):
 
 
 class Health(Message):
-    """How the worker is.
+    """The worker's state.
 
-    `instance` is random for each process. `seconds_since_progress` runs from the last step that computed or finished
-    something, or from the arrival of work at an idle engine. It, `weight_version` and `engine` (what the engine is:
-    model, backend, isa, dtype, sizes) are None while loading. `requests` counts those that are `open`
-    (accepted, unfinished), those of them the engine has `running` and `waiting`, in sequences, and results `kept`.
-    `memory` is in bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache` and `staging`. `sleeping`:
-    the tags whose memory was given back. `push`: the push under way, if any.
+    - `instance`: random id of the worker's process
+    - `seconds_since_progress`: seconds since the last step that computed or finished something, or since work arrived
+      at an idle engine; None while loading
+    - `weight_version`: version of the served weights; None while loading
+    - `requests`: counts of `open` requests (accepted, unfinished), of `running` and `waiting` sequences in the engine,
+      and of `kept` results
+    - `memory`: bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache`, `staging` and, for a model
+      with experts, `routed_experts`
+    - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
+    - `sleeping`: tags of the released memory
+    - `push`: the push in progress, if any
     """
 
     type: Literal["health"] = "health"
@@ -382,7 +401,9 @@ class Health(Message):
 
 
 class Stats(Message):
-    """Lifetime counters. `engine`: those of `EngineStats`, empty while loading. `service`: those of `ServiceStats`."""
+    """Lifetime counters. `engine`: the fields of `EngineStats`, empty while loading. `service`: the fields of
+    `ServiceStats`.
+    """
 
     type: Literal["stats"] = "stats"
     id: Id
@@ -391,8 +412,10 @@ class Stats(Message):
 
 
 class Checksums(Message):
-    """`checksums`: of every parameter's bytes, adapters included, by its Hugging Face name: the 64-bit XXH3 hash.
-    `dtype`, `dtypes` and `push_id`: as in `Weights`.
+    """The reply to `GetChecksums`.
+
+    `checksums`: 64-bit XXH3 hash of every parameter's bytes, including adapters, by Hugging Face name. `dtype`,
+    `dtypes`, `push_id`: as in `Weights`.
     """
 
     type: Literal["checksums"] = "checksums"
@@ -433,4 +456,4 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
     GetChecksums: (Checksums,),
 }
-"""What a worker answers each kind of call by, beside errors, and `Deltas` where they are asked for."""
+"""The types of replies to each kind of call, in addition to errors and requested `Deltas`."""

@@ -1,4 +1,4 @@
-"""The command line, and the programs behind it.
+"""The command line and its programs.
 
-Owns: options, and what is printed. Does not own: what the programs start or ask.
+Owns options and printed output. Does not own the workers and clients that the programs use.
 """

@@ -1,8 +1,7 @@
-"""Measures how fast a model is served, in this process, and how fast transformers' `generate` does the same work.
+"""`trueroll bench`: measure the engine's speed in this process, and the speed of transformers' `generate`.
 
-Owns the workloads. Every figure comes from one run after one that is not counted; how noisy the machine is, it does not
-say.
-Promises that both sides do the same: model, dtype, threads, prompts, samples, number of new tokens, temperature.
+Owns the workloads. Each figure comes from one run after a warm-up run, so the noise of the machine does not show.
+Promises that both sides do the same work: model, dtype, threads, prompts, samples, number of new tokens, temperature.
 """
 
 from __future__ import annotations
@@ -31,14 +30,20 @@ from ...engine.request import GenerateRequest, SampleOutput, SamplingParams
 from ...engine.running.loading import LoadedModel, load_dummy, load_model
 
 NOTE = (
-    "first token: mean time from submission to a request's first token, in a second run of the same prompts that ends "
-    "there. hit rate: prompt tokens found in the cache or shared with a running request, of all prompt tokens."
+    "first token: mean time from submission to a request's first token, measured in a separate run of the same prompts "
+    "with one new token. hit rate: the share of prompt tokens found in the cache or shared with a running request."
 )
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`num_prompts` random prompts of `shared` tokens that all have and `own` ones; `n` samples of `max_tokens`."""
+    """A workload of random prompts.
+
+    - `num_prompts`: number of prompts
+    - `shared`, `own`: tokens of each prompt that all prompts share, and tokens of its own after them
+    - `n`: samples per prompt
+    - `max_tokens`: new tokens per sample
+    """
 
     name: str
     num_prompts: int
@@ -49,7 +54,7 @@ class Workload:
     temperature: float
 
     def prompts(self, vocab_size: int) -> np.ndarray:
-        """int32 [num_prompts, shared + own], the same at every call."""
+        """Return the prompts, int32 [num_prompts, shared + own]. Every call returns the same."""
         generator = np.random.default_rng(0)
         shared = generator.integers(0, vocab_size, (1, self.shared), np.int32)
         own = generator.integers(0, vocab_size, (self.num_prompts, self.own), np.int32)
@@ -72,7 +77,10 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one system (`cache on`, `cache off` or `hf`) did on one workload; `hit_rate` None: it has no cache."""
+    """The measurement of one system (`cache on`, `cache off` or `hf`) on one workload.
+
+    `hit_rate`: None if the system has no cache.
+    """
 
     workload: str
     system: str
@@ -85,7 +93,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: its length, and when each request had its first sample."""
+    """One run: its duration, and the time of each request's first finished sample."""
 
     seconds: float
     arrivals: list[float]
@@ -93,7 +101,10 @@ class Timing:
 
 
 def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) -> Measurement:
-    """Runs the workload twice, as the first time is slower: memory is new. Then once more, to the first token."""
+    """Run the workload twice and measure the second run: the first is slower, since its memory is new.
+
+    A third run with one new token measures the time to first token.
+    """
     run(workload)
     timing = run(workload)
     first = run(dataclasses.replace(workload, max_tokens=1))
@@ -109,7 +120,7 @@ def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) 
 
 
 class EngineSystem:
-    """The engine with its prefix cache on or off; the cache is empty when a run begins."""
+    """The engine with its prefix cache on or off. The cache is empty at the start of each run."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self.engine = Engine(config, loaded)
@@ -138,7 +149,7 @@ def _requests(workload: Workload, vocab_size: int) -> list[GenerateRequest]:
 
 
 class TransformersSystem:
-    """transformers' `generate`, all prompts of a workload in one batch, its first tokens all at the same time."""
+    """transformers' `generate` with all prompts of a workload in one batch. All first tokens arrive together."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         from transformers import AutoModelForCausalLM
@@ -176,10 +187,13 @@ def _generation_config(workload: Workload) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and where to write it.
+    """The measurements to make, and the output files.
 
-    `caches`: whether the prefix cache is on, for each engine. `dummy_weights`: the model's name is that of a
-    configuration, its weights are random; not with `with_hf`.
+    - `workloads`: workloads to run
+    - `caches`: one engine for each entry, with its prefix cache on (True) or off
+    - `with_hf`: also measure transformers
+    - `json_file`, `plot_file`: output files
+    - `dummy_weights`: the model name is a configuration, and the weights are random; excludes `with_hf`
     """
 
     workloads: Sequence[Workload]
@@ -191,15 +205,15 @@ class Plan:
 
 
 def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measurement]:
-    """Measures every workload with every system, prints a table, writes what `plan` asks for.
+    """Measure every workload with every system, print a table, and write the files of `plan`.
 
-    Raise ConfigError or ModelError if the model cannot be loaded, ConfigError if a plot is wanted without matplotlib.
+    Raise ConfigError or ModelError if the model cannot be loaded. Raise ConfigError for a plot without matplotlib.
     """
     if plan.plot_file is not None:
         _check_can_plot()
     loaded = load_dummy(config) if plan.dummy_weights else load_model(config)
     systems = _make_systems(config, plan, loaded)
-    gc.freeze()  # as a worker does
+    gc.freeze()  # like a worker
     measurements = []
     for workload in plan.workloads:
         for name, system in systems.items():
@@ -237,7 +251,7 @@ def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> 
 
 
 def make_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """One row for each measurement; where `hf` was measured, also speed and time to first token as multiples of its."""
+    """Return a table with a row for each measurement, and ratios to `hf` if it was measured."""
     hf = {m.workload: m for m in measurements if m.system == "hf"}
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for header in ("workload", "system"):
@@ -263,13 +277,11 @@ def _check_can_plot() -> None:
     try:
         importlib.import_module("matplotlib")
     except ImportError:
-        raise ConfigError(
-            "plot: expected matplotlib to be installed, found none; run pip install 'trueroll[plot]'"
-        ) from None
+        raise ConfigError("plot: matplotlib is not installed; run pip install 'trueroll[plot]'") from None
 
 
 def plot(measurements: Sequence[Measurement], file: Path) -> None:
-    """Writes a PNG with one group of bars for each workload: tokens/s by system."""
+    """Write a PNG with one group of bars for each workload: tokens/s by system."""
     from matplotlib.figure import Figure
 
     workloads = list(dict.fromkeys(m.workload for m in measurements))

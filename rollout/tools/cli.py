@@ -1,6 +1,6 @@
-"""The command line: reads options, calls the module that does the work, turns errors into one line and an exit code.
+"""The command line: reads options, calls the module that does the work, and turns errors into one line and exit code 1.
 
-Heavy modules are imported inside the commands, so that `trueroll --help` answers at once.
+Heavy modules are imported inside the commands, so that `trueroll --help` is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .options import with_settings
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich cuts long option names off at 80 columns and swallows square brackets
+    rich_markup_mode=None,  # rich cuts off long option names at 80 columns and drops square brackets
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -40,19 +40,19 @@ SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.i
 
 def _check_folder(file: Path | None) -> Path | None:
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"expected a file in a folder that exists, found no folder {file.parent}")
+        raise typer.BadParameter(f"the folder {file.parent} does not exist; create it, or give another file")
     if file is not None and file.is_dir():
-        raise typer.BadParameter(f"expected a file, found the folder {file}")
+        raise typer.BadParameter(f"{file} is a folder; give a file")
     return file
 
 
 def _check_gib(size: float) -> float:
     if not 0 < size <= _MOST_GIB:
-        raise typer.BadParameter(f"expected more than 0 GiB and at most {_MOST_GIB}, found {size}")
+        raise typer.BadParameter(f"{size} GiB is out of range; give more than 0 and at most {_MOST_GIB} GiB")
     return size
 
 
-_MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
+_MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] from the hub, or smollm2.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 DtypeOption = Annotated[Dtype, typer.Option(help=options.ENGINE["dtype"])]
@@ -61,12 +61,14 @@ Backend = Annotated[BackendName, typer.Option(help=options.ENGINE["backend"])]
 Threads = Annotated[int | None, typer.Option(help=options.ENGINE["num_threads"])]
 
 
-ServerPublicKey = Annotated[str | None, typer.Option(help="Of a worker with named clients: the key, or its .key file.")]
-ClientKeyFile = Annotated[str | None, typer.Option(help="The .key_secret file that such a worker knows you by.")]
+ServerPublicKey = Annotated[
+    str | None, typer.Option(help="Public key of a worker with named clients, or its .key file.")
+]
+ClientKeyFile = Annotated[str | None, typer.Option(help="Your .key_secret file for a worker with named clients.")]
 
 
 class WorkloadName(StrEnum):
-    """What `bench` can measure."""
+    """The workloads of `bench`."""
 
     GROUP = "group"
     SHARED = "shared"
@@ -95,7 +97,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _say(line: str) -> None:
-    """A line of stdout, for whoever waits for it; names in it come from outside."""
+    """Print a line to stdout at once, for programs that wait for it. Names in it come from outside, so escape them."""
     print(printable(line), flush=True)
 
 
@@ -104,30 +106,34 @@ def generate(
     model_or_address: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL_OR_ADDRESS", help="A model, served for this call, or ipc://... or tcp://... of a worker."
+            metavar="MODEL_OR_ADDRESS", help="A model to serve for this call, or a worker's ipc://... or tcp://..."
         ),
     ],
-    prompt: Annotated[list[str], typer.Option(help="A text to complete; may be given several times.")],
-    n: Annotated[int, typer.Option("-n", "--n", help="Samples of each prompt.")] = SAMPLING["n"],
+    prompt: Annotated[list[str], typer.Option(help="Text to complete. Can be given several times.")],
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples per prompt.")] = SAMPLING["n"],
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens of a sample.")] = SAMPLING["max_tokens"],
-    min_tokens: Annotated[int, typer.Option(help="Tokens before a sample may end.")] = SAMPLING["min_tokens"],
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = SAMPLING["temperature"],
-    top_k: Annotated[int, typer.Option(help="Draw from the k most probable tokens; -1: off.")] = SAMPLING["top_k"],
-    top_p: Annotated[float, typer.Option(help="Draw from the most probable tokens up to p.")] = SAMPLING["top_p"],
-    min_p: Annotated[float, typer.Option(help="Drop tokens less probable than min_p times the best.")] = SAMPLING[
-        "min_p"
-    ],
-    seed: Annotated[int | None, typer.Option(help="Default: a new one, printed with the samples.")] = SAMPLING["seed"],
-    stop: Annotated[list[str], typer.Option(help="A text that ends a sample; may be given several times.")] = [],  # noqa: B006
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per sample.")] = SAMPLING["max_tokens"],
+    min_tokens: Annotated[int, typer.Option(help="Minimum number of new tokens per sample.")] = SAMPLING["min_tokens"],
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = SAMPLING["temperature"],
+    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; -1: off.")] = SAMPLING["top_k"],
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with a total probability of p.")
+    ] = SAMPLING["top_p"],
+    min_p: Annotated[
+        float, typer.Option(help="Exclude tokens less probable than min_p times the most probable one.")
+    ] = SAMPLING["min_p"],
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the samples. Default: a random one, which is printed.")
+    ] = SAMPLING["seed"],
+    stop: Annotated[list[str], typer.Option(help="Text that ends a sample. Can be given several times.")] = [],  # noqa: B006
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="The model whose tokenizer is used; to be given for tcp://. Default: the one served."),
+        typer.Option(help="Model with the tokenizer to use; required for tcp://. Default: the served model."),
     ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Complete prompts and print the samples."""
+    """Complete prompts and print all samples."""
     from .text import print_completions
 
     params = SamplingParams(
@@ -148,21 +154,21 @@ def generate(
 @with_settings((HttpConfig, options.HTTP))
 def http(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker, or the file of a fleet.")
+        str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://..., or a fleet's file.")
     ],
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
     **settings: Any,
 ) -> None:
-    """Answer HTTP, as OpenAI's and vLLM's servers do, with what a worker computes. Prints one line when it is ready.
+    """Serve a worker over HTTP with the endpoints of OpenAI and vLLM servers. Prints one line when it is ready.
 
-    Needs pip install 'trueroll[http]'.
+    Requires pip install 'trueroll[http]'.
     """
     log_to_stderr(logging.INFO)
     config = HttpConfig(address=address, **settings)
     for package in ("starlette", "h11"):
         if find_spec(package) is None:
-            raise ConfigError(f"http: expected the package {package}, found none; pip install 'trueroll[http]'")
+            raise ConfigError(f"http: the package {package} is not installed; run pip install 'trueroll[http]'")
     from ..http.server import serve as serve_http
     from ..worker.process import raise_descriptor_limit
 
@@ -173,11 +179,11 @@ def http(
 
 @app.command()
 def fleet(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A file in TOML: docs/fleet.md has an example.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/fleet.md has an example.")],
 ) -> None:
     """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when all serve; logs go to stderr.
 
-    Needs pip install 'trueroll[ray]'.
+    Requires pip install 'trueroll[ray]'.
     """
     from ..fleet.config import read_config
     from ..fleet.serve import serve as serve_fleet
@@ -189,15 +195,15 @@ def fleet(
 @app.command()
 def top(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker, or the file of a fleet.")
+        str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://..., or a fleet's file.")
     ],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Watch a worker: requests, tokens per second, cache, memory, pushes. Ends at Ctrl-C.
+    """Watch a worker until Ctrl-C: requests, tokens per second, cache, memory, pushes.
 
-    Without a terminal, prints one view and ends.
+    Without a terminal, prints one view and exits.
     """
     from rich.console import Console
 
@@ -217,11 +223,11 @@ def top(
 @app.command()
 def audit(
     model: Model,
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...")],
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Compare a worker's log-probs with those that an aligned trainer of MODEL has on this machine, and say why not.
+    """Compare a worker's log-probs with an aligned trainer of MODEL on this machine, and explain differences.
 
     Exits with 1 if any bit differs.
     """
@@ -236,7 +242,7 @@ def audit(
 
 @app.command()
 def demo() -> None:
-    """Generate groups of samples with SmolLM2-135M, then show that no bit depends on the cache or the company."""
+    """Generate groups of samples with SmolLM2-135M, then show that no bit depends on the cache or on other requests."""
     from rich.console import Console
 
     from .demo import demo as run_demo
@@ -251,12 +257,12 @@ def verify(
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     json: Annotated[
-        Path | None, typer.Option(help="Write the results of all cells to this file.", callback=_check_folder)
+        Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
 ) -> None:
     """Run the exactness matrix: the same requests under many circumstances, compared bit by bit.
 
-    Exits with 1 if any bit differs, or if a cell cannot show that its circumstances were real.
+    Exits with 1 if any bit differs, or if a cell's circumstances did not occur.
     """
     from rich.console import Console
 
@@ -273,31 +279,34 @@ def bench(
         str | None,
         typer.Option(
             metavar="CONFIG",
-            help="Instead of MODEL: random weights for a config.json, a folder that holds one, or one of "
+            help="Instead of MODEL: random weights for a config.json, a folder with a config.json, or one of "
             "qwen2.5-7b, qwen3-0.6b, qwen3-moe-0.3b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
         ),
     ] = None,
     workload: Annotated[
         list[WorkloadName],
         typer.Option(
-            help="group: 8 prompts of 128 tokens x 8 samples x 128 new, temperature 1. shared: 32 prompts of 1024 "
-            "shared and 64 own tokens, 8 and 128 new, greedy. single: one prompt of 128, 128 new. May be repeated."
+            help="group: 8 prompts of 128 tokens x 8 samples x 128 new tokens, temperature 1. shared: 32 prompts of "
+            "1024 shared and 64 own tokens, 8 and 128 new tokens, greedy. single: one prompt of 128 tokens, 128 new "
+            "tokens. Can be given several times."
         ),
     ] = list(WorkloadName),  # noqa: B006
-    cache: Annotated[Literal["on", "off", "both"], typer.Option(help="Whether the prefix cache is used.")] = "both",
+    cache: Annotated[
+        Literal["on", "off", "both"], typer.Option(help="Measure with the prefix cache on, off or both.")
+    ] = "both",
     compare: Annotated[
-        Literal["hf"] | None, typer.Option(help="hf: do the same work with transformers' generate as well.")
+        Literal["hf"] | None, typer.Option(help="hf: also measure transformers' generate on the same work.")
     ] = None,
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     num_threads: Threads = ENGINE["num_threads"],
     json: Annotated[
-        Path | None, typer.Option(help="Write the measurements to this file.", callback=_check_folder)
+        Path | None, typer.Option(help="Write the measurements to this file as JSON.", callback=_check_folder)
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the speeds into this PNG (pip install 'trueroll[plot]').", callback=_check_folder),
+        typer.Option(help="Plot the speeds to this PNG (pip install 'trueroll[plot]').", callback=_check_folder),
     ] = None,
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
@@ -323,22 +332,24 @@ def bench(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, a folder that holds one, or a name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A config.json, a folder with a config.json, or a name.")
+    ],
     memory: Annotated[
-        float, typer.Option(help="GiB of a device, all of which are planned.", callback=_check_gib)
+        float, typer.Option(help="Memory of a device in GiB; all of it is planned.", callback=_check_gib)
     ] = 80.0,
     max_num_seqs: Annotated[int, typer.Option(help="Samples that run at the same time.")] = GPU.max_num_seqs,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt with its new tokens.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],
+    max_model_len: Annotated[int | None, typer.Option(help="Maximum length of a prompt with its new tokens.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = ENGINE["block_size"],
     state_interval: Annotated[int | None, typer.Option(help="Tokens between checkpoints of recurrent states.")] = None,
     kv_bytes: Annotated[
         int | None,
-        typer.Option(min=1, max=4, help="Of an element of keys and values, which a worker stores as --dtype says."),
+        typer.Option(min=1, max=4, help="Bytes per element of keys and values. Default: the size of --dtype."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Devices that share a model; a worker uses one.")] = 1,
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
-    """Show how a worker would share a device's memory, and what other intervals of checkpoints would give."""
+    """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""
     from rich.console import Console
 
     from .plan import plan as show
@@ -357,17 +368,15 @@ def plan(
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
-    """The name of the model or of the configuration, whichever is given."""
+    """Return the name of the model or of the configuration. Raise BadParameter unless exactly one is given."""
     if model is not None and dummy_weights is not None:
-        raise typer.BadParameter(f"expected MODEL or --dummy-weights, found {model} and {dummy_weights}; leave one out")
+        raise typer.BadParameter(f"MODEL {model} and --dummy-weights {dummy_weights} exclude each other; give only one")
     if dummy_weights is not None and compare is not None:
-        raise typer.BadParameter(
-            "expected --compare hf with a MODEL, found it with --dummy-weights; name a MODEL or leave --compare out"
-        )
+        raise typer.BadParameter("--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare")
     if name := model or dummy_weights:
         return name
     raise typer.BadParameter(
-        "expected MODEL or --dummy-weights CONFIG, found neither; name a model, or a configuration such as qwen2.5-7b"
+        "MODEL or --dummy-weights CONFIG is missing; give a model, or a configuration such as qwen2.5-7b"
     )
 
 
@@ -377,7 +386,7 @@ def _exit_unless(passed: bool) -> None:
 
 
 def main() -> None:
-    """The program `trueroll`. Exit codes: 0 fine, 1 an error or a failed check, 2 wrong usage."""
+    """Run the program `trueroll`. Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage."""
     try:
         app()
     except TruerollError as error:

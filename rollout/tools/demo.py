@@ -1,5 +1,6 @@
-"""A first look: a real model behind a real worker process, and the proof that neither a cache hit nor company nor a
-sleep changes a bit, and that pushed weights are the ones that are served.
+"""`trueroll demo`: a real model behind a real worker process.
+
+It shows that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..publisher.publisher import PushResult, WeightPublisher
 from ..text import TextModel
 
 SYSTEM_PROMPT = (
-    "You are a patient teacher who explains how things work to curious readers. Answer in two or three short "
+    "You are a patient teacher and explain how things work to curious readers. Answer in two or three short "
     "sentences. Use everyday words, and if a technical term cannot be avoided, say what it means. Prefer an example "
     "from the kitchen, the garden or the street to an abstract definition. Do not repeat the question, do not list "
     "sources, and stop as soon as the answer is complete. If you are not certain, say so in a few words and give the "
@@ -48,7 +49,12 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """`samples` of each question, `max_tokens` new tokens each, then `greedy_tokens` for the comparison."""
+    """The sizes of the demo.
+
+    - `samples`: sampled answers per question
+    - `max_tokens`: new tokens per sampled answer
+    - `greedy_tokens`: new tokens per greedy answer, for the comparison
+    """
 
     samples: int = 8
     max_tokens: int = 48
@@ -60,7 +66,10 @@ SIZES = Sizes()
 
 @dataclass(frozen=True)
 class Repetition:
-    """The greedy answers under one circumstance, one for each question. `has_cache`: it must find cached tokens."""
+    """The greedy answers under one circumstance, one for each question.
+
+    `has_cache`: whether cached tokens must be found; if False, none may be found.
+    """
 
     circumstance: str
     has_cache: bool
@@ -72,7 +81,10 @@ class Repetition:
 
 
 def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool:
-    """Generates groups of samples, shows some, repeats greedily under other circumstances; whether all bits agree."""
+    """Generate groups of samples, show some, and repeat greedy answers under other circumstances.
+
+    Return whether all bits agree.
+    """
     if model == "smollm2" and not os.path.exists(smollm2_path()):
         with _stage(console, f"Converting smollm2 into {smollm2_path().parent}, once ..."):
             smollm2_folder()
@@ -86,7 +98,7 @@ def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool
         _show_samples(console, text, groups)
         with _stage(console, "Now the same prompts greedily, under other circumstances ..."):
             repetitions = _repeat(client, prompts, sizes)
-        with _stage(console, "Now the worker sleeps, and wakes up to other weights and then to the old ones ..."):
+        with _stage(console, "Now the worker sleeps, then gets changed weights, and then the old ones again ..."):
             changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
         repetitions.append(Repetition("after a sleep and two pushes", False, restored))
     title = "Starting another worker, without a prefix cache ..."
@@ -101,7 +113,7 @@ def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool
 
 @contextmanager
 def _stage(console: Console, title: str) -> Iterator[None]:
-    """A line that says what begins; below it, on a terminal, something that moves until it ends."""
+    """Print a title. On a terminal, show a spinner below it until the context ends."""
     console.print(title, markup=False, highlight=False, soft_wrap=True)
     if not console.is_interactive:
         yield
@@ -142,14 +154,14 @@ def _show_samples(console: Console, text: TextModel, groups: list[Group]) -> Non
 
 
 def _repeat(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Repetition]:
-    """Greedy answers with a cold cache, with a warm one, and beside sampled requests."""
+    """Return greedy answers with a cold cache, with a warm cache, and beside sampled requests."""
     others = SamplingParams(n=2, seed=11, max_tokens=sizes.greedy_tokens, ignore_eos=True)
     params = [*[_greedy_params(sizes)] * len(prompts), *[others] * len(prompts)]
     company = client.generate(prompts + [prompt[::-1] for prompt in prompts], params)
     return [
         Repetition("cache cold", False, _greedy_cold(client, prompts, sizes)),
         Repetition("cache warm", True, _greedy(client, prompts, sizes)),
-        Repetition("in other company", True, [group.samples[0] for group in company[: len(prompts)]]),
+        Repetition("beside other requests", True, [group.samples[0] for group in company[: len(prompts)]]),
     ]
 
 
@@ -161,13 +173,14 @@ def _sleep_and_push(
     prompts: list[list[int]],
     sizes: Sizes,
 ) -> tuple[list[SampleOutput], list[SampleOutput]]:
-    """Lets the worker drop its weights and its cache, pushes changed weights, and then the old ones. The greedy answers
-    with either.
+    """Let the worker drop its weights and cache, push changed weights, and then the old ones.
+
+    Return the greedy answers with the changed and with the old weights.
     """
     process = psutil.Process(worker.pid)
     before = process.memory_info().rss
     client.sleep(level=2)
-    console.print(f"sleep(level=2) gave {(before - process.memory_info().rss) / 1e6:.0f} MB back to the system.")
+    console.print(f"sleep(level=2) released {(before - process.memory_info().rss) / 1e6:.0f} MB.")
     client.wake_up(tags=["weights"])
     with WeightPublisher("shared") as publisher:
         publisher.connect([worker.address])
@@ -187,7 +200,7 @@ def _read_weights(model: str) -> dict[str, Tensor]:
 
 
 def _blur(tensor: Tensor) -> Tensor:
-    """A tensor that is visibly another one."""
+    """Return the tensor with visible noise added."""
     return tensor + 0.5 * tensor.float().std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -195,20 +208,20 @@ def _show_push(console: Console, push: PushResult, samples: Sequence[SampleOutpu
     versions = sorted({span.version for sample in samples for span in sample.weight_versions})
     console.print(
         f"Version {push.version} was pushed: {push.num_bytes / 1e6:.0f} MB in {push.total_seconds:.2f} s, with a pause "
-        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6]}, of version "
+        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6]}, from version "
         f"{versions}."
     )
 
 
 def _greedy_cold(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[SampleOutput]:
-    """Greedy answers that share no cache with each other or with others."""
+    """Return greedy answers that share no cache with each other or with other requests."""
     return _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
 
 
 def _greedy(
     client: RolloutClient, prompts: list[list[int]], sizes: Sizes, salts: Sequence[str | None] | None = None
 ) -> list[SampleOutput]:
-    """One greedy answer for each prompt; requests with different salts share no cache."""
+    """Return one greedy answer for each prompt. Requests with different salts share no cache."""
     params = [_greedy_params(sizes, salt) for salt in salts or [None] * len(prompts)]
     return [group.samples[0] for group in client.generate(prompts, params)]
 
@@ -218,9 +231,9 @@ def _greedy_params(sizes: Sizes, salt: str | None = None) -> SamplingParams:
 
 
 def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
-    """Prints how many tokens and log-probs of each repetition differ from the first; whether none does.
+    """Print how many tokens and log-probs of each repetition differ from the first. Return whether none differs.
 
-    A warm cache that held nothing, or a cold one that held something, counts as a failure as well.
+    Return False also if a warm cache had no hit or a cold one had a hit.
     """
     cold = repetitions[0]
     table = Table("circumstance", "cached prompt tokens", "tokens compared", "differences")
@@ -235,17 +248,17 @@ def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
     if differences == 0 and is_meant:
         console.print("[green]All bits agree:[/] tokens and log-probs are the same under all circumstances.")
     elif differences == 0:
-        console.print("[red]Nothing is proved:[/] the cache was not as the first column says.")
+        console.print("[red]Nothing is proved:[/] the cache was not in the state that the first column names.")
     else:
         console.print(f"[red]{differences} tokens or log-probs differ.[/] Please report this as a bug.")
     return differences == 0 and is_meant
 
 
 def _compare_changed(console: Console, old: Sequence[SampleOutput], changed: Sequence[SampleOutput]) -> bool:
-    """Whether other weights gave other bits in every answer; otherwise coming back to the old ones shows nothing."""
+    """Return whether the changed weights changed every answer. If not, restoring the old weights proves nothing."""
     if all(_count_differences(*pair) for pair in zip(old, changed, strict=True)):
         return True
-    console.print("[red]Nothing is proved:[/] pushed weights that differ gave the same bits.")
+    console.print("[red]Nothing is proved:[/] changed weights gave the same bits.")
     return False
 
 

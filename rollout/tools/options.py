@@ -1,6 +1,6 @@
-"""Options of the command line that are settings: one table of help texts for each kind of settings.
+"""Command line options for settings: a table of help texts for each settings class.
 
-Types and defaults are those of the settings, so that a new setting is one field and one line here.
+Types and defaults come from the settings class, so a new setting needs one field there and one line here.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from pydantic import BaseModel
 F = TypeVar("F", bound=Callable[..., None])
 
 ENGINE = {
-    "dtype": "Of weights and KV cache; auto: that of config.json.",
-    "device": "Where torch computes, such as cpu or cuda.",
-    "backend": "cpu, triton: native kernels for a CPU, a GPU; auto: the one for the device if it serves the model.",
-    "block_size": "Tokens in one block of the KV cache; even.",
-    "num_blocks": "Blocks of the KV cache. Default: as the available memory allows.",
-    "kv_memory": "Bytes for the KV cache and states, instead of --num-blocks.",
-    "kv_memory_fraction": "Or its share of the available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU.",
-    "max_model_len": "Longest prompt with its new tokens. Default: what the model was trained for.",
+    "dtype": "Dtype of weights and KV cache; auto: the dtype in config.json.",
+    "device": "Torch device, such as cpu or cuda.",
+    "backend": "Kernels: cpu, triton (GPU), or reference; auto: the device's native kernels if they support the model.",
+    "block_size": "Tokens in a block of the KV cache; an even number.",
+    "num_blocks": "Blocks of the KV cache. Default: chosen by the available memory.",
+    "kv_memory": "Bytes for the KV cache and recurrent states, instead of --num-blocks.",
+    "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU.",
+    "max_model_len": "Maximum length of a prompt with its new tokens. Default: the model's training length.",
     "max_num_seqs": "Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.",
-    "max_num_batched_tokens": "Tokens computed in one step; longer prompts are cut into chunks. "
+    "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
     "Default: 8192 (GPU), 512 (CPU).",
-    "state_interval": "Tokens between checkpoints of recurrent states. Default: as `trueroll plan` shows.",
-    "decode_state_interval": "The same for tokens that are generated; 0: no checkpoints while decoding.",
-    "state_budget": "Most checkpoints that are held. Default: as many as the blocks have intervals.",
+    "state_interval": "Tokens between checkpoints of recurrent states. `trueroll plan` shows the default.",
+    "decode_state_interval": "The same for generated tokens; 0: no checkpoints while decoding.",
+    "state_budget": "Maximum number of kept checkpoints. Default: the number of intervals in the blocks.",
     "enable_prefix_caching": "Reuse the KV of prefixes that were computed before.",
     "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
-    "num_threads": "CPU threads; results do not depend on it. Default: torch's choice.",
+    "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",
 }
 
 WORKER = {
     "address": "ipc://PATH or tcp://127.0.0.1:PORT. Default: a new private ipc socket.",
-    "curve_secret_key_file": "CURVE keys of the worker, needed for addresses beyond this machine.",
-    "clients_file": "Who may come in: on each line a role (generate, control), a user, a public key.",
-    "max_connections": "Most connections at a time.",
-    "max_message_bytes": "Longest message that is read.",
-    "max_n": "Most samples in one request.",
-    "max_queued_requests": "Most requests accepted and not finished.",
-    "max_queued_samples": "Most samples of them that are not finished.",
-    "max_queued_bytes": "Most bytes of them.",
-    "max_kept_results": "Most results kept until a client acknowledges them.",
-    "max_kept_bytes": "Most bytes of results kept.",
-    "max_unread_bytes": "Most bytes of replies to clients that do not read.",
-    "drain_seconds": "How long running requests may go on after SIGTERM or Ctrl-C.",
-    "while_unavailable": "Whether new requests wait or are refused while the worker is paused, asleep or updated.",
-    "metrics_port": "Serve /metrics and /healthz on this port of 127.0.0.1. Default: not at all.",
-    "push_folder": "Take pushes by disk from folders in this one. Default: from this user's own.",
-    "push_hosts": "A host or network beyond loopback that collective pushes use; may be repeated.",
+    "curve_secret_key_file": "The worker's CURVE keys; required for addresses beyond this machine.",
+    "clients_file": "Admitted clients: on each line a role (generate, control), a user and a public key.",
+    "max_connections": "Maximum number of connections.",
+    "max_message_bytes": "Maximum bytes of a message.",
+    "max_n": "Maximum number of samples per request.",
+    "max_queued_requests": "Maximum number of unfinished requests.",
+    "max_queued_samples": "Maximum number of unfinished samples.",
+    "max_queued_bytes": "Maximum bytes of unfinished requests.",
+    "max_kept_results": "Maximum number of results kept until a client acknowledges them.",
+    "max_kept_bytes": "Maximum bytes of kept results.",
+    "max_unread_bytes": "Maximum bytes of replies to clients that do not read.",
+    "drain_seconds": "Seconds for running requests to finish after SIGTERM or Ctrl-C.",
+    "while_unavailable": "New requests wait, or are refused, while the worker is paused, asleep or being updated.",
+    "metrics_port": "Port of 127.0.0.1 for /metrics and /healthz. Default: no metrics.",
+    "push_folder": "Accept pushes by disk from inside this folder. Default: only from this user's own folders.",
+    "push_hosts": "A host or network beyond loopback for collective pushes. Can be given several times.",
 }
 
 HTTP = {
-    "host": "The IP to listen on; beyond loopback only with an API key.",
-    "port": "0: any free one.",
-    "api_key_file": "A file with the API key. Default: TRUEROLL_HTTP_API_KEY, if that is set.",
-    "clients_file": "Instead of one key, a file: on each line a role (generate, control), a user and a key.",
-    "tokenizer": "The model whose tokenizer is used; to be given for tcp://. Default: the one served.",
-    "model_name": "What clients call the model. Default: what the worker was told to serve.",
-    "max_body_bytes": "Longest request that is read.",
-    "max_unfinished_bytes": "Most bytes of all unfinished requests. Default: 8 times --max-body-bytes.",
-    "body_seconds": "How long a client may take to send a request.",
-    "max_body_chunks": "Most chunks of a request.",
-    "max_head_bytes": "Longest head of a request.",
-    "max_head_lines": "Most lines of a head.",
-    "max_connections": "Most connections at a time. Default: half of the descriptors, at most 2048.",
-    "head_seconds": "How long a client may take to send a head.",
-    "keep_alive_seconds": "How long a connection is kept without a request.",
-    "write_seconds": "How long a client may read nothing of an answer.",
-    "linger_seconds": "How long a refused connection drops what its client still sends.",
-    "max_body_elements": "Most elements of a request, weighted.",
-    "max_text_chars": "Most characters of all texts of a request.",
-    "max_answer_bytes": "Longest answer but for streams, as estimated.",
-    "max_open_requests": "Most requests at a time.",
-    "drain_seconds": "How long open requests may go on after SIGTERM or Ctrl-C.",
+    "host": "IP to listen on; addresses beyond loopback need an API key.",
+    "port": "Port to listen on; 0: any free port.",
+    "api_key_file": "File with the API key. Default: the variable TRUEROLL_HTTP_API_KEY, if it is set.",
+    "clients_file": "Instead of one key, a file with a role (generate, control), a user and a key on each line.",
+    "tokenizer": "Model with the tokenizer to use; required for tcp://. Default: the served model.",
+    "model_name": "The model's name for clients. Default: the name of the worker's model.",
+    "max_body_bytes": "Maximum bytes of a request body.",
+    "max_unfinished_bytes": "Maximum bytes of all unfinished bodies. Default: 8 times --max-body-bytes.",
+    "body_seconds": "Seconds for a client to send a body.",
+    "max_body_chunks": "Maximum number of chunks in a body.",
+    "max_head_bytes": "Maximum bytes of a request head.",
+    "max_head_lines": "Maximum number of lines in a head.",
+    "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
+    "head_seconds": "Seconds for a client to send a head.",
+    "keep_alive_seconds": "Seconds until an idle connection is closed.",
+    "write_seconds": "Seconds that a client may go without reading its answer.",
+    "linger_seconds": "Seconds for which a refused connection discards incoming data.",
+    "max_body_elements": "Maximum weighted number of elements in a body.",
+    "max_text_chars": "Maximum number of characters in all texts of a request.",
+    "max_answer_bytes": "Maximum estimated bytes of an answer that is not streamed.",
+    "max_open_requests": "Maximum number of requests at a time.",
+    "drain_seconds": "Seconds for open requests to finish after SIGTERM or Ctrl-C.",
 }
 
 
 def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callable[[F], F]:
-    """Give a command an option for each setting that a group has a help text for, in the place of its `**settings`."""
+    """Replace a command's `**settings` by one option for each setting with a help text. `groups`: (class, texts)."""
 
     def decorate(command: F) -> F:
         own = [

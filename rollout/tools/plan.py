@@ -1,6 +1,6 @@
-"""`trueroll plan`: how a worker would share the memory of a device, before there is one.
+"""`trueroll plan`: show how a worker would divide the memory of a device, without a worker or a device.
 
-Reads a configuration alone: no weights. The worker plans with the same code, `engine.running.planner`.
+Reads only a configuration, no weights. The worker plans with the same code, `engine.running.planner`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _MOST_GIB, _MOST_RANKS = 2**14, 64
 
 
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
-    """Prints the buckets of `memory` bytes on each of `ranks` devices. `kv_bytes`: of an element of keys and values; 1
-    takes 4 more for each head and token, a float16 scale and zero. Raise ConfigError for what does not fit, which says
-    what would, ModelError for a model that is not served.
+    """Print the division of `memory` bytes on each of `ranks` devices.
+
+    `kv_bytes`: bytes of an element of keys and values. 1 byte needs 4 more bytes for each head and token, for a float16
+    scale and zero point. Raise ConfigError if the plan does not fit; the text says which options would fit. Raise
+    ModelError if the model is not supported.
     """
     model = outline(config)
     asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)
-    sizes = asked.sizes  # an error here is not about memory
+    sizes = asked.sizes  # raises errors that are not about memory
     try:
         found = asked.plan()
     except ConfigError:
@@ -43,7 +45,7 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to be planned."""
+    """The input of a plan."""
 
     config: EngineConfig
     model: Decoder
@@ -54,7 +56,7 @@ class _Asked:
 
     @property
     def sizes(self) -> Sizes:
-        """Raise ConfigError for ranks that cannot have as many heads each."""
+        """Sizes of blocks and states. Raise ConfigError if the ranks cannot share the heads equally."""
         itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
         storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head, ranks=self.ranks)
         return Sizes.of(self.model.spec, storage, self.config.block_size)
@@ -68,7 +70,7 @@ class _Asked:
         return scratch_bytes(self.model.spec, self.model.dtype, self.config) // self.ranks
 
     def plan(self) -> MemoryPlan:
-        """Raise ConfigError if it does not fit."""
+        """Return the memory plan. Raise ConfigError if it does not fit."""
         available = self.memory - self.weights - self.scratch
         if available <= 0:
             raise ConfigError(f"memory: the weights and the largest step need more than {self.memory} bytes")
@@ -76,7 +78,7 @@ class _Asked:
 
     @property
     def holds_a_sample(self) -> bool:
-        """Whether it fits, with blocks for at least one sample of the greatest length."""
+        """Return whether the plan fits and has blocks for at least one sample of the maximum length."""
         try:
             return self.plan().num_blocks * self.config.block_size >= self.max_model_len
         except ConfigError:
@@ -90,15 +92,15 @@ def _what_would_fit(asked: _Asked) -> str:
     parts = f"{asked.weights / GIB:.1f} of weights, {asked.scratch / GIB:.1f} of the largest step"
     if asked.sizes.state:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
-    proposals = " or ".join(_proposals(asked)) or f"a smaller model, as nothing up to {_MOST_GIB} GiB does"
+    proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB are not enough either)"
     return (
-        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks are too little beside, in GiB, {parts}; "
-        f"with any one of these it fits, and has room for a sample of {asked.max_model_len} tokens: {proposals}"
+        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks are too little; needed are, in GiB, "
+        f"{parts}, and room for a sample of {asked.max_model_len} tokens; use {proposals}"
     )
 
 
 def _proposals(asked: _Asked) -> Iterator[str]:
-    """Options of the command with which it fits: the most samples, the fewest ranks, the least memory."""
+    """Yield command line options that make it fit: the most samples, the fewest ranks, the least memory."""
     seqs = asked.config.max_num_seqs
     if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
         yield f"--max-num-seqs {fewer}"
@@ -111,7 +113,10 @@ def _proposals(asked: _Asked) -> Iterator[str]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The least number from 0 on that `holds`, as all greater ones then do; `count` if none below it does."""
+    """Return the smallest number from 0 for which `holds` is true, or `count` if there is none below `count`.
+
+    `holds` must be monotonic: once true, it is true for all larger numbers.
+    """
     return bisect_left(range(count), True, key=holds)
 
 
@@ -126,7 +131,7 @@ def _buckets(plan: MemoryPlan, weights: int, scratch: int, memory: int) -> Table
     for count, (window, size) in zip(plan.window_blocks, sizes.windows, strict=True):
         _add(table, f"KV blocks, window {window:,}", count, size, f"{count * sizes.block_size:,} tokens")
     if sizes.state:
-        _add(table, "live states", plan.live_states, sizes.state, "one a running sequence, and spare ones")
+        _add(table, "live states", plan.live_states, sizes.state, "one per running sequence, and spare ones")
         _add(table, "checkpoints", plan.checkpoints, sizes.state, f"one every {plan.state_interval:,} tokens")
     _add(table, "scratch", 1, scratch, "the largest step")
     _add(table, "left", 1, memory - weights - scratch - plan.kv_bytes - plan.state_bytes, "")
@@ -138,7 +143,7 @@ def _add(table: Table, name: str, count: int, size: int, holds: str) -> None:
 
 
 def _intervals(plan: MemoryPlan) -> Table:
-    """What other intervals would give in the memory of blocks and checkpoints."""
+    """Return a table of checkpoint intervals and the tokens that fit in the memory of blocks and checkpoints."""
     sizes = plan.sizes
     pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
     table = Table(

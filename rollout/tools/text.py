@@ -1,4 +1,4 @@
-"""`trueroll generate`: text in, text out."""
+"""`trueroll generate`: complete text prompts and print text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def print_completions(
     tokenizer: str | None,
     keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
-    """Completes prompts with the worker at an address, or with one started for a model, and prints all samples, with
-    what would steer a terminal escaped.
+    """Complete prompts and print all samples. Terminal control characters in them are escaped.
 
-    `seed`: of all prompts, see `RolloutClient.generate`; None: a new one. `tokenizer`: the model whose tokenizer is
-    used; None: the one that is served, where this process or this machine serves it. `keys`: `server_public_key` and
-    `client_key` of `RolloutClient`. Raise ConfigError if `tokenizer` has to be given: nothing is looked up anywhere
-    because a worker names it.
+    - `model_or_address`: the address of a worker, or a model, for which a worker is started
+    - `seed`: seed for all prompts, see `RolloutClient.generate`; None: a random seed
+    - `tokenizer`: model with the tokenizer to use; None: the served model, if it is available on this machine
+    - `keys`: `server_public_key` and `client_key` of `RolloutClient`
+
+    Raise ConfigError if `tokenizer` is required: a model name that comes from a worker is never downloaded.
     """
     seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address

@@ -1,8 +1,7 @@
-"""`trueroll top`: what a worker or a fleet does, in a terminal, from its health and stats.
+"""`trueroll top`: show the activity of a worker or a fleet in a terminal, from its health and stats.
 
-Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
-words are never taken for markup or for codes of a terminal, and that a counter shown here which is missing or mistyped
-is a ProtocolError.
+Speeds and rates are differences between two snapshots; all other values come from the last one. Promises that text from
+a worker is never interpreted as markup or terminal codes, and that a missing or mistyped counter is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from ..fleet.totals import FleetHealth, all_stats
 from ..monitoring.expert_load import expert_tokens, imbalance
 
 SILENCE_SECONDS = 10.0
-"""Without a sign of life for so long, the worker counts as lost."""
+"""Time without any reply after which the worker counts as lost."""
 BAR_CHARS = 30
 STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", "failed": "red"}
 
 
 class _Shown(BaseModel):
-    """What is shown of a map that the protocol leaves open."""
+    """The displayed fields of a map that the protocol does not define in detail."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -83,8 +82,11 @@ Row: TypeAlias = tuple[str, str | Text]
 
 @dataclass(frozen=True)
 class Look:
-    """What the worker told at `seconds` of the monotonic clock. `model`, `engine`: None while it loads. `workers`: of a
-    fleet, the same of each.
+    """A snapshot of a worker or a fleet.
+
+    - `seconds`: monotonic time of the snapshot
+    - `model`, `engine`: None while the model loads
+    - `workers`: snapshots of a fleet's workers by name
     """
 
     seconds: float
@@ -96,10 +98,9 @@ class Look:
 
 
 def top(client: RolloutClient, interval: float, console: Console) -> None:
-    """Show the client's worker, or all of a fleet, every `interval` seconds until interrupted; once if the console is
-    no terminal.
+    """Show the client's worker or fleet every `interval` seconds until interrupted.
 
-    Raises what the client raises, such as WorkerLostError.
+    If the console is not a terminal, print one view and return. Raise the client's errors, such as WorkerLostError.
     """
     with contextlib.suppress(KeyboardInterrupt):
         views = _views(client, interval)
@@ -133,7 +134,7 @@ def _look_at_fleet(client: FleetClient) -> Look:
 
 
 def look_of(seconds: float, health: protocol.Health, stats: protocol.Stats) -> Look:
-    """Raises ProtocolError if something is missing that is shown."""
+    """Return a snapshot. Raise ProtocolError if a displayed field is missing or mistyped."""
     model = _shown(_Model, health.engine) if health.engine else None
     engine = _shown(_Engine, stats.engine) if stats.engine else None
     return Look(seconds, health, model, engine, _shown(_Service, stats.service))
@@ -148,7 +149,7 @@ def _shown(kind: type[S], values: dict[str, Any]) -> S:
 
 
 def view(before: Look, now: Look) -> RenderableType:
-    """All rows of one moment. What the worker does not know yet, as while it loads, is left out."""
+    """Return all rows of the view. Values that are unknown while the model loads are left out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
@@ -182,7 +183,7 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
 
 
 def _one_of_many(before: Look | None, now: Look) -> Text:
-    """A worker of a fleet, in a line."""
+    """Return one line about a worker of a fleet."""
     text = Text(now.health.state, STATE_STYLES.get(now.health.state, "cyan"))
     text.append(f"  version {now.health.weight_version}  open {now.health.requests['open']:,}", "default")
     if before and before.engine and now.engine and before.health.instance == now.health.instance:
@@ -203,7 +204,7 @@ def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Differences of the engine's lifetime counters between two looks, `seconds` apart."""
+    """Differences of the engine's lifetime counters between two snapshots, `seconds` apart."""
 
     before: _Engine
     now: _Engine
@@ -220,13 +221,13 @@ class _Rates:
 
 
 def _checkpoints(model: _Model, engine: _Engine) -> str:
-    """Of recurrent states."""
+    """Return the line about checkpoints of recurrent states."""
     restored, shortened = f"{engine.checkpoints_restored:,} restored", f"{engine.shortened_hits:,} tokens"
     return f"{engine.checkpoints_ready:,} of {model.checkpoints:,}  {restored}  hits shortened by {shortened}"
 
 
 def _experts(model: _Model, before: _Engine, now: _Engine) -> str:
-    """How much busier than the mean the busiest expert of a layer is."""
+    """Return the line about the load of a layer's busiest expert compared with the mean."""
     earlier, later = (expert_tokens(model.model_dump(), engine.model_dump()) for engine in (before, now))
     return f"busiest to mean, now {_imbalance(later - earlier)}  ever {_imbalance(later)}"
 

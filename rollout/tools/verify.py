@@ -1,9 +1,10 @@
-"""The exactness matrix: the same requests under many circumstances, every bit compared with one baseline.
+"""The exactness matrix: the same requests run under many circumstances, and every bit is compared with a baseline.
 
-A cell is one set of circumstances: what the cache held, how many others ran along, how prompts were cut, block size,
-preemption, threads. The baseline serves each request alone with a cold cache. A cell counts only if it proves its
-premises: that tokens were reused, that the others ran in the same steps, that a preemption happened; the baseline, that
-whatever varies a request showed. Each cell gets an engine of its own; all of them share one loaded model.
+A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts,
+block size, preemption, threads. The baseline serves each request alone with a cold cache. A cell counts only if its
+premises are proven: for example, tokens were reused, the other requests ran in the same steps, or a preemption
+happened. The baseline must prove that each variation of a request had an effect. Each cell gets its own engine; all
+engines share one loaded model.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .verify_subjects import (
 )
 
 MAX_NUM_SEQS = 64
-CHECKPOINTS = 64  # enough for the prompts of any cell, even where there are few blocks
+CHECKPOINTS = 64  # enough for the prompts of any cell, even with few blocks
 
 R = TypeVar("R", bound=Request)
 Key: TypeAlias = tuple[str, int]
@@ -73,7 +74,7 @@ CELLS = (
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
 )
-# For models with recurrent layers as well.
+# Additional cells for models with recurrent layers.
 STATE_CELLS = (
     Cell(cache="warm", interval=16, states="hit"),
     Cell(cache="warm", others=10, interval=16, budget=64, states="hit"),
@@ -84,7 +85,7 @@ STATE_CELLS = (
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, states="lost under way"),
 )
-# For models with experts as well.
+# Additional cells for models with experts.
 ROUTE_CELLS = (
     Cell(cache="warm", block_size=8, routes="unknown"),
     Cell(cache="warm", others=10, budget=64, block_size=8, routes="added"),
@@ -93,10 +94,11 @@ ROUTE_CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """What a cell found for the tokens of sample `key` from its token `start` on.
+    """A cell's results for the tokens of sample `key`, from token `start` on.
 
-    `rows`: those of `rows_of`. `end`: finish reason and stop reason of a sample; None for a score. `routes`: the
-    `routed_experts` of prompt and sample, from a model with experts.
+    - `rows`: the array of `rows_of`
+    - `end`: finish reason and stop reason of a sample; None for a score
+    - `routes`: `routed_experts` of prompt and sample, for a model with experts
     """
 
     key: Key
@@ -108,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class CellResult:
-    """`tokens` of `samples` were compared; `differences` counts those that `count_differences` does."""
+    """The result of a cell: numbers of compared samples and tokens, and the sum of `count_differences` over them."""
 
     cell: Cell
     samples: int
@@ -126,11 +128,10 @@ class CellResult:
 
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Iterator[CellResult]:
-    """The baseline's result, then one for each of CELLS, of STATE_CELLS if the model has recurrent layers, and of
-    ROUTE_CELLS if it has experts.
+    """Yield the baseline's result, then a result for each of `cells_of`.
 
-    `loaded` is the model of `config`, from which dtype, device and backend are taken as well. Raise ConfigError if the
-    model cannot take `sizes.num_positions` tokens.
+    `loaded`: the model of `config`. Dtype, device and backend come from `config` too. Raise ConfigError if the model
+    does not support `sizes.num_positions` tokens.
     """
     lab = _Lab(config, loaded, sizes)
     runs, premises = lab.run(Cell(), {})
@@ -143,13 +144,13 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
 
 
 def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
-    """Those of a model."""
+    """Return CELLS, with STATE_CELLS if the model has recurrent layers and ROUTE_CELLS if it has experts."""
     spec = loaded.model.spec
     return CELLS + (STATE_CELLS if spec.delta_nets else ()) + (ROUTE_CELLS if spec.experts else ())
 
 
 class _Lab:
-    """One loaded model and the requests of the matrix; gives every cell an engine of its own."""
+    """A loaded model and the requests of the matrix. Creates an engine for each cell."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> None:
         self.config, self.loaded, self.sizes = config, loaded, sizes
@@ -159,7 +160,7 @@ class _Lab:
         self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
-        """Everything the cell runs, and its premises."""
+        """Return all runs of a cell and its premises."""
         with _thread_count(cell.threads):
             engine = Engine(self._engine_config(cell), self.loaded)
             runs = list(self._runs(engine, cell, baseline))
@@ -168,12 +169,12 @@ class _Lab:
             )
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
-        # Room for what layers hold of all prompts, and one more block for each request: they start together and outgrow
-        # it.
+        # For a starved cell: the blocks of all prompts, and one more for each request. All requests can start together,
+        # but then outgrow the blocks.
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects)
-        # No step can have more tokens, and a GPU compiles and plans for as many as the engine allows.
+        # A step cannot have more tokens, and a GPU compiles and plans for as many as the engine allows.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
         return EngineConfig(
             model=self.config.model,
@@ -192,7 +193,7 @@ class _Lab:
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
-        """Sample 0, in the circumstances of the baseline."""
+        """Return sample 0 under the circumstances of the baseline."""
         engine = Engine(self._engine_config(Cell()), self.loaded)
         return next(sample for sample in run_together(engine, [request]).samples if sample.index == 0)
 
@@ -206,7 +207,7 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """The subjects in batches of as many as the cell wants together, between fillers where they are too few."""
+        """Yield the subjects in batches of the size that the cell wants, filled up with fillers around them."""
         subjects = self.subjects
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
@@ -246,8 +247,9 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
 
 
 def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
-    """Serves all requests at once, to the end. After `lose_all_after` steps all that runs is computed anew, as after a
-    commit of weights.
+    """Serve all requests at once until they finish.
+
+    After `lose_all_after` steps, all running requests are recomputed, like after a commit of weights.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:
@@ -272,7 +274,7 @@ def _thread_count(threads: int | None) -> Iterator[None]:
 
 
 def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
-    """What a run found for samples of the baseline; its samples begin with their token `start`."""
+    """Yield a run's results for samples of the baseline. The run's samples begin with token `start`."""
     for output in run.outputs:
         if isinstance(output, ScoreOutput):
             request_id, index = output.request_id.rsplit("/", 1)
@@ -284,8 +286,9 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
-    """All that is recorded of tokens, which are the last ones of a score, as int32 [num_tokens, width]: ids, and the
-    bits of numbers.
+    """Return everything that is recorded for the tokens, int32 [num_tokens, width]: ids, and the bits of all numbers.
+
+    The tokens of a score are the last ones of its sequence.
     """
     columns = [column[len(column) - len(token_ids) :] for column in columns_of(output).values()]
     bits = [np.ascontiguousarray(column).view(np.int32) for column in columns]
@@ -297,7 +300,7 @@ def _end(sample: SampleOutput) -> tuple[str, int | str | None]:
 
 
 def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: list[Premise]) -> CellResult:
-    """Counts what differs from the baseline, bit by bit."""
+    """Compare a cell's results with the baseline, bit by bit."""
     return CellResult(
         cell,
         samples=len(pieces),
@@ -308,8 +311,10 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 
 
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
-    """Tokens of the piece of which anything recorded differs in any bit. A missing token counts as one that differs,
-    and so does another end of the sample. Tokens with other routes, those of the prompt too, count by themselves.
+    """Return the number of tokens with any different bit in their record.
+
+    A missing token counts as a difference, and so does a different end of the sample. Tokens with different routes,
+    including tokens of the prompt, count in addition.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
     other_end = piece.end is not None and piece.end != _end(expected)
@@ -329,9 +334,9 @@ def _different_rows(expected: np.ndarray, found: np.ndarray) -> int:
 
 
 def verify(config: EngineConfig, console: Console, json_file: Path | None = None, sizes: Sizes = SIZES) -> bool:
-    """Runs the matrix on the model of `config`, prints its table, writes it to `json_file`; whether everything passed.
+    """Run the matrix on the model of `config`, print its table, and write it to `json_file`. Return whether it passed.
 
-    Raise ConfigError or ModelError if the model cannot be loaded or is too short for the matrix.
+    Raise ConfigError or ModelError if the model cannot be loaded or its context is too short for the matrix.
     """
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
@@ -344,7 +349,7 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
             f"backend {loaded.backend.name}, not a faster one: {printable(loaded.backend.note)}", markup=False
         )
     if obstacle := stop_string_obstacle(loaded.folder):
-        console.print(f"without a stop string: {printable(obstacle)}", markup=False)
+        console.print(f"stop strings were not tested: {printable(obstacle)}", markup=False)
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
@@ -352,7 +357,7 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
 
 
 def make_table(results: Sequence[CellResult], title: str) -> Table:
-    """One row for each cell. Premises that failed stand in words of their own."""
+    """Return a table with a row for each cell. Failed premises are on lines of their own."""
     table = Table("circumstances", "samples", "tokens", "differences", "premises", title=title)
     for result in results:
         premises = ", ".join(f"{p.name} {p.seen}" for p in result.premises if p.seen and p.holds)
@@ -363,7 +368,7 @@ def make_table(results: Sequence[CellResult], title: str) -> Table:
 
 
 def summarize(results: Sequence[CellResult]) -> str:
-    """The verdict in one line."""
+    """Return the verdict in one line."""
     tokens, differences = (sum(getattr(result, name) for result in results) for name in ("tokens", "differences"))
     failed = sum(len(result.failed_premises) for result in results)
     verdict = "passed" if all(result.passed for result in results) else "FAILED"

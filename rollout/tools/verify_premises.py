@@ -1,7 +1,7 @@
-"""What a cell of the exactness matrix claims about its circumstances, the baseline about the ways to sample, and the
-evidence that it was so.
+"""The premises of the exactness matrix: what cells and the baseline claim, and the evidence for it.
 
-Pure functions of what was seen: the engine's counters before and after every step, and its outputs. Runs nothing.
+A cell claims its circumstances, and the baseline claims that each way to sample had an effect. The evidence is the
+engine's counters before and after every step, and its outputs. Pure functions; nothing is run here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ UNLIMITED = 2**20
 
 @dataclass(frozen=True)
 class Cell:
-    """One set of circumstances; the defaults are the baseline's.
+    """One set of circumstances. The defaults are the baseline's.
 
-    `others`: requests that are served along with each one. `budget`: tokens in a step. `num_reread`: so many decoded
-    tokens are read again as part of a prompt. `is_starved`: too few KV blocks for all who run. `is_score`: log-probs of
-    given tokens are computed. `threads` None: as found. Of models with recurrent layers: `interval` and `checkpoints`,
-    the engine's `state_interval` and `state_budget`; `states`, what has to become of checkpoints. Of models with
-    experts: `routes`, what a warm cache knows of those that were chosen: nothing, or what a request has added later.
+    - `others`: number of requests that are served along with each request
+    - `budget`: maximum number of tokens in a step
+    - `num_reread`: number of decoded tokens that are read again as part of a prompt
+    - `is_starved`: there are too few KV blocks for all running requests
+    - `is_score`: log-probs of given tokens are computed
+    - `threads`: number of threads; None: unchanged
+    - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
+    - `states`: for models with recurrent layers, what must happen to checkpoints
+    - `routes`: for models with experts, whether a warm cache has the chosen experts: `unknown` (it does not), or
+      `added` (a later request has added them)
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -43,7 +48,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The circumstances that differ from the baseline's."""
+        """Description of the circumstances that differ from the baseline."""
         return ", ".join(self._differences()) or "baseline: alone, cold, budget 512, block 16"
 
     def _differences(self) -> Iterator[str]:
@@ -73,8 +78,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """What was seen while `requests` ran together: their outputs, and the engine's counters before and after each
-    step.
+    """The record of `requests` that ran together.
+
+    - `outputs`: the engine's outputs
+    - `history`: the engine's counters before the first step and after each step
     """
 
     requests: Sequence[Request]
@@ -87,25 +94,28 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest prompt, or the most that a score request computes."""
+        """Number of tokens of the longest prompt, or the largest number that a score request computes."""
         return max(
             len(r.prompt_token_ids) if isinstance(r, GenerateRequest) else len(r.token_ids) - 1 for r in self.requests
         )
 
     @property
     def reused(self) -> int:
-        """Prompt tokens found in the cache. A request that joined the running computation of its prompt found all of
-        them, one that looked them up can never find the last."""
+        """Number of prompt tokens found in the cache.
+
+        Requests that joined a running computation of their prompt do not count. They report all tokens as cached, while
+        a lookup never finds the last token.
+        """
         lengths = {r.id: len(r.prompt_token_ids) for r in self.requests if isinstance(r, GenerateRequest)}
         return sum(s.num_cached_tokens for s in self.samples if s.num_cached_tokens < lengths[s.request_id])
 
     @property
     def hits(self) -> int:
-        """Prompt tokens that were not computed for whatever reason."""
+        """Number of prompt tokens that were not computed, for whatever reason."""
         return self.growth("prefix_hits")
 
     def growth(self, counter: str) -> int:
-        """Of one of the engine's counters."""
+        """Return the increase of one of the engine's counters."""
         return getattr(self.history[-1], counter) - getattr(self.history[0], counter)
 
     @property
@@ -114,7 +124,7 @@ class Run:
 
     @property
     def steps(self) -> list[tuple[int, int]]:
-        """(prompt tokens, decoded tokens) computed in each step; decoded ones are as many as samples in the step."""
+        """(prompt tokens, decoded tokens) computed in each step. Each decoding sample has one decoded token."""
         prompts = [
             after.computed_prompt_tokens - before.computed_prompt_tokens for before, after in pairwise(self.history)
         ]
@@ -123,8 +133,11 @@ class Run:
 
     @property
     def together(self) -> int:
-        """The most samples that decoded in one step: the decoded tokens, but no more than ran before the step, as a
-        preempted sample computes several anew. Score requests do not decode: as many as must have shared a step.
+        """Maximum number of samples that decoded in one step.
+
+        It is the number of decoded tokens, but at most the number of sequences that ran before the step, since a
+        preempted sample recomputes several tokens. Score requests do not decode; for them it is the number of requests
+        that must have shared a step.
         """
         if not self.samples:
             return -(-len(self.requests) // len(self.steps))
@@ -132,13 +145,13 @@ class Run:
 
     @property
     def largest_group(self) -> int:
-        """The most samples that one request asked for."""
+        """Maximum number of samples in one request."""
         return max(r.params.n if isinstance(r, GenerateRequest) else 1 for r in self.requests)
 
 
 @dataclass(frozen=True)
 class Premise:
-    """A circumstance, the number that was seen for it, and whether that is what the cell claims."""
+    """A circumstance, the number that was seen for it, and whether this matches the claim."""
 
     name: str
     seen: int
@@ -155,8 +168,9 @@ _STATE_COUNTERS = {
 
 
 def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
-    """All premises of a cell whose `runs` were seen with `num_threads` threads set. `cuts`: chunks are cut at
-    checkpoints too.
+    """Return all premises of a cell from its `runs`.
+
+    `num_threads`: number of threads during the runs. `cuts`: prompts are also split at checkpoints.
     """
     preemptions = sum(run.preemptions for run in runs)
     return [
@@ -172,7 +186,10 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool
 
 @dataclass(frozen=True)
 class _Variation:
-    """A request's first sample, and that of the request that it varies: the first of the same prompt and seed."""
+    """The first sample of a request, and the first sample of the request that it varies.
+
+    The varied request is the first one with the same prompt and seed.
+    """
 
     params: SamplingParams
     sample: SampleOutput
@@ -180,17 +197,17 @@ class _Variation:
 
     @property
     def was_ended(self) -> bool:
-        """By a token or a string that it asked to be ended by."""
+        """Return whether one of the request's stop tokens or stop strings ended the sample."""
         return self.sample.stop_reason in (*self.params.stop_token_ids, *self.params.stop)
 
     @property
     def was_delayed(self) -> bool:
-        """Whether `min_tokens` kept it from a token that would have ended it."""
+        """Return whether `min_tokens` prevented a token that would have ended the sample."""
         return not {*self.params.stop_token_ids}.isdisjoint(self.varied.token_ids[: self.params.min_tokens])
 
     @property
     def has_other_logprobs(self) -> bool:
-        """Of the same tokens."""
+        """Return whether the same tokens have different log-probs in the two samples."""
         count = len(self.sample.token_ids)
         ours, theirs = self.sample.logprobs, self.varied.logprobs
         assert ours is not None and theirs is not None
@@ -199,7 +216,7 @@ class _Variation:
 
 
 def check_variations(runs: Sequence[Run]) -> list[Premise]:
-    """Of the baseline, whose `runs` have one request each: that whatever a request asks for showed in its sample."""
+    """Return the premises of the baseline: each variation had an effect on its sample. Each run has one request."""
     variations = list(_variations(runs))
     delayed = [v for v in variations if v.params.stop_token_ids]
     in_text = [v.was_ended for v in variations if v.params.stop]
@@ -207,7 +224,7 @@ def check_variations(runs: Sequence[Run]) -> list[Premise]:
         _showed("ended by a token", [v.was_ended for v in delayed]),
         _showed("held back by min_tokens", [v.was_delayed for v in delayed]),
         _showed("other log-probs", [v.has_other_logprobs for v in variations if not v.params.stop_token_ids]),
-        # None asks for it where the model has no tokenizer.
+        # Without a tokenizer, no request has a stop string.
         *([_showed("ended by a string", in_text)] if in_text else []),
     ]
 
@@ -228,7 +245,7 @@ def _showed(name: str, seen: list[bool]) -> Premise:
 
 
 def _finish_premise(runs: Sequence[Run]) -> Premise:
-    """Every sample and score arrived, none of them ended by an error."""
+    """Return the premise that every sample and score arrived and that none ended with an error."""
     expected = sum(
         request.params.n if isinstance(request, GenerateRequest) else 1 for r in runs for request in r.requests
     )
@@ -252,7 +269,7 @@ def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
 
 
 def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    """What became of checkpoints of states."""
+    """Return the premise about checkpoints of recurrent states, if the cell claims any."""
     counter = _STATE_COUNTERS.get(cell.states)
     if counter is None:
         return []
@@ -261,9 +278,11 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 
 
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
-    """Into how many chunks prompts were cut; exactly as the budget says where one sample runs alone.
+    """Return the premise about the number of chunks per prompt.
 
-    A sample of a group that waits its turn computes the end of its prompt anew, and a warm cache leaves little to cut.
+    The number must be exactly what the budget implies if one sample runs alone, and otherwise at least that. A waiting
+    sample of a group recomputes the end of its prompt, which adds chunks. With a warm cache there is little to split,
+    so the number is not checked.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]
@@ -278,7 +297,10 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
-    """How many samples, or score requests, shared a step. A starved cell claims only that several requests did."""
+    """Return the premise about the number of samples, or score requests, that shared a step.
+
+    A starved cell and a score cell claim only that several requests shared a step.
+    """
     together = [run.together for run in runs]
     if cell.others == 0:
         return Premise("together", max(together), all(run.together <= run.largest_group for run in runs))

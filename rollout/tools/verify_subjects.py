@@ -1,7 +1,8 @@
-"""The requests of the exactness matrix: which ways to sample it compares, and the fillers that keep them company.
+"""The requests of the exactness matrix: the compared ways to sample, and fillers that run along with them.
 
-Owns what is asked, not how it is served. A variation has prompt and seed of another request, so that what it asks for
-shows next to that one; the tokens and the string that end some are taken from what the model says without them.
+Owns the requests, but not how they are served. A variation has the prompt and seed of another request, so that its
+effect shows in comparison. The stop tokens and stop strings of variations come from what the model generates without
+them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
     "seeded": SamplingParams(n=2, temperature=0.9, top_p=0.95, seed=2**63 + 11, ignore_eos=True),
 }
-# As GRPO samples.
+# The parameters of GRPO.
 PLAIN = SamplingParams(n=4, temperature=1.0, seed=5, ignore_eos=True)
 
-# Gives sample 0 of a request that is served alone.
+# Returns sample 0 of a request that is served alone.
 Serve = Callable[[GenerateRequest], SampleOutput]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run: a greedy and a seeded request for each prompt length, with `max_tokens` new tokens each, and for
-    the prompt of `varied_length` everything else about sampling.
+    """The sizes of the matrix.
 
-    Prompts beyond `longest_token_by_token` are left out of the cell that feeds one token in each step.
+    - `prompt_lengths`: each length has a greedy and a seeded request
+    - `max_tokens`: new tokens of each sample
+    - `longest_token_by_token`: longer prompts are left out of the cell that computes one token in each step
+    - `varied_length`: length of the prompt that is also used for all variations of sampling
     """
 
     prompt_lengths: tuple[int, ...] = (530, 121, 64, 5)
@@ -45,14 +48,14 @@ class Sizes:
 
     @property
     def num_positions(self) -> int:
-        """The longest prompt with its new tokens."""
+        """Length of the longest prompt with its new tokens."""
         return max(self.prompt_lengths) + self.max_tokens
 
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
-    """For each prompt, which is random but always the same, one request of each sampling; the plain group at last.
+    """Return a request with each of SAMPLINGS for each prompt, and the plain group as the last request.
 
-    `routes`: all ask for routed experts.
+    Prompts are random but always the same. `routes`: all requests ask for routed experts.
     """
     update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)
@@ -68,19 +71,21 @@ def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[G
 
 
 def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path) -> Iterator[GenerateRequest]:
-    """The plain group with stop tokens and `min_tokens`; the seeded request of its prompt with raw log-probs and, if
-    the model in `folder` has a tokenizer, a stop string.
+    """Yield two variations.
+
+    The first is the plain group with stop tokens and `min_tokens`. The second is the seeded request of the same prompt
+    with raw log-probs and, if the model in `folder` has a tokenizer, a stop string.
     """
     plain = subjects[-1]
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")
     yield _delay(plain, serve)
     stop = () if stop_string_obstacle(folder) else (_find_text(load_vocabulary(folder), serve(seeded).token_ids),)
-    # The minimum lets it decode with whoever comes next.
+    # With a minimum it does not end before it has decoded in a step with the next request.
     yield _vary(seeded, "raw", logprobs="raw", top_logprobs=4, min_tokens=2, stop=stop)
 
 
 def stop_string_obstacle(folder: Path) -> str:
-    """Why no stop string can be asked for, or an empty string."""
+    """Return why stop strings cannot be used, or an empty string if they can."""
     try:
         load_vocabulary(folder)
     except InvalidRequestError as error:
@@ -89,14 +94,15 @@ def stop_string_obstacle(folder: Path) -> str:
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:
-    """Its first sample alone, asked for in another way."""
+    """Return a request for only the first sample, with changed parameters."""
     return dataclasses.replace(with_params(request, n=1, **update), id=f"{name} {len(request.prompt_token_ids)}")
 
 
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
-    """The plain request with a stop token that it begins with, which `min_tokens` keeps it from, and one that ends it.
+    """Return the plain request with two kinds of stop tokens: one that `min_tokens` delays, and one that ends it.
 
-    A token that the sample ends with may be one that it began with, and is banned there: then it takes another course.
+    The first is the token with which the plain sample begins. The second is a late token of the sample. If that token
+    also occurs within the first `min_tokens`, it is banned there and the sample changes, so the search goes on.
     """
     stop_tokens = set(serve(plain).token_ids[:1])
     while True:
@@ -109,13 +115,13 @@ def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
 
 
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
-    """Up to two characters of the text of all but the last tokens. A line break where that has no whole ones."""
+    """Return up to two characters from the text of all but the last tokens, or a line break if it has none."""
     whole = [part for part in vocabulary.decode(token_ids[:-3]).split("\ufffd") if part]
     return whole[-1][-2:] if whole else "\n"
 
 
 def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """Requests that only keep the others company, with prompts of 3 to 40 tokens."""
+    """Return requests that only run along with the others, with prompts of 3 to 40 tokens."""
     generator = np.random.default_rng(1)
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=sizes.max_tokens)
     prompts = [generator.integers(0, vocab_size, 3 + 7 * i % 38, np.int32) for i in range(count)]
@@ -123,7 +129,7 @@ def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequ
 
 
 def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
-    """Asks for the log-probs that the sample has."""
+    """Return a request that scores a sample with the distribution of its log-probs."""
     token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
     asked = _distribution_of(subject.params)
     return ScoreRequest(
@@ -136,7 +142,7 @@ def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
 
 
 def _distribution_of(params: SamplingParams) -> Distribution:
-    """Which a sample's log-probs are of, without `min_tokens`."""
+    """Return the distribution of a sample's log-probs, without the effect of `min_tokens`."""
     if params.logprobs == "raw":
         return Distribution()
     names = Distribution.model_fields if params.logprobs == "processed" else ("temperature",)
@@ -144,10 +150,10 @@ def _distribution_of(params: SamplingParams) -> Distribution:
 
 
 def may_end_early(request: GenerateRequest) -> bool:
-    """Whether a token or a string ends its samples."""
+    """Return whether a stop token or a stop string may end the request's samples."""
     return bool(request.params.stop_token_ids or request.params.stop)
 
 
 def with_params(request: GenerateRequest, **update: Any) -> GenerateRequest:
-    """The request with some parameters changed."""
+    """Return the request with changed parameters."""
     return dataclasses.replace(request, params=request.params.model_copy(update=update))

@@ -1,7 +1,8 @@
-"""trueroll: a rollout generation service for reinforcement learning, in which the same request gives the same bits.
+"""trueroll: a rollout generation service for reinforcement learning. The same request gives the same bits.
 
-`trueroll.rollout` has the clients, the worker and the publisher of weights, `trueroll.kernels.training` what a trainer
-computes with, and `trueroll.errors` all errors.
+- `trueroll.rollout`: clients, worker and weight publisher
+- `trueroll.kernels.training`: the operations for a trainer
+- `trueroll.errors`: all exceptions
 """
 
 from importlib.metadata import version

@@ -1,11 +1,11 @@
-"""The one tree of exceptions: every error that a user can meet, whichever folder raises it, is a `TruerollError`.
+"""The exception hierarchy: every error that a user can meet is a `TruerollError`, whichever folder raises it.
 
-Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what is
-wrong, with the value, and what to do, and what it quotes is short: `brief`, `said`. `printable` escapes names and texts
-from outside for people.
+Every class has a `code`, which stands for the class on the wire (`docs/protocol.md`). Every message says what is wrong,
+with the value, and what to do. Quotes in messages are short: `brief` and `said` cut them. `printable` escapes text from
+outside before it is shown to people.
 
-The lowest floor: it imports the standard library alone, and every folder, and a client without torch, imports it. It is
-installed as `trueroll.errors`, apart from the package `trueroll.rollout`, although its file lies in that one's folder.
+This module imports the standard library only. Every folder imports it, and so does a client without torch. It is
+installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ MAX_VALUE_CHARS = 80
 
 
 class TruerollError(Exception):
-    """Root of every error that a user of trueroll can meet.
+    """Base class of every error that a user of trueroll can meet.
 
-    Beside the text an error tells programs what it is about, None where there is nothing to tell. `field`: the
-    parameter that is wrong, as the caller wrote it: `max_tokens`, `prompts[3]`. `value`: what was found: a number, a
-    truth value or a text of at most `MAX_VALUE_CHARS` characters, by `brief` if it is anything else. `limit`: the
-    number that the value has to keep to.
+    Besides the text, an error has attributes for programs. Each is None if it does not apply.
+
+    - `field`: the invalid parameter, as the caller wrote it, such as `max_tokens` or `prompts[3]`
+    - `value`: the invalid value: a number, a boolean or a text of at most `MAX_VALUE_CHARS` characters; for any other
+      value the text that `brief` returns
+    - `limit`: the number that limits the value
     """
 
     code = "internal"
@@ -40,99 +42,100 @@ class TruerollError(Exception):
         self.limit = limit if limit is None or _is_small(limit) else None
 
     def retold(self, message: str, field: str | None = None) -> Self:
-        """The same error with another text and, if it is given, another field."""
+        """Return a copy of the error with another text and, if given, another field."""
         return type(self)(message, field=field or self.field, value=self.value, limit=self.limit)
 
 
 class ConfigError(TruerollError):
-    """A configuration value, or a combination of them, cannot work."""
+    """A configuration value, or a combination of values, is invalid."""
 
     code = "invalid_config"
 
 
 class ModelError(TruerollError):
-    """A model folder is missing, incomplete, inconsistent or of an unsupported architecture."""
+    """A model folder is missing, incomplete or inconsistent, or its architecture is not supported."""
 
     code = "invalid_model"
 
 
 class InvalidRequestError(TruerollError):
-    """A request can never be served as it stands; nothing was started for it."""
+    """A request is invalid and can never be served. No part of it was started."""
 
     code = "invalid_request"
 
 
 class UnknownRequestError(TruerollError):
-    """A request id, or a sample index of it, names nothing that is running."""
+    """No running request has this id, or the request has no running sample with this index."""
 
     code = "unknown_request"
 
 
 class ProtocolError(TruerollError):
-    """A message is not what the protocol prescribes: frames, MessagePack, type, version or fields."""
+    """A message violates the protocol: its frames, MessagePack, type, version or fields are invalid."""
 
     code = "invalid_message"
 
 
 class MessageTooLargeError(TruerollError):
-    """A message is longer than the worker accepts."""
+    """A message is longer than the worker's limit."""
 
     code = "message_too_large"
 
 
 class IdConflictError(TruerollError):
-    """A request id is in use for a request with other content."""
+    """A request id is already in use for a request with different content."""
 
     code = "id_conflict"
 
 
 class QueueFullError(TruerollError):
-    """The worker holds as much unfinished work as it accepts: requests, their samples or bytes, calls, or waiters."""
+    """A limit on the worker's unfinished work is reached: requests, samples, bytes, calls or waiting clients."""
 
     code = "queue_full"
 
 
 class UnreadError(TruerollError):
-    """The client did not read its replies, and the worker gave them up; ask again."""
+    """The client did not read its replies, so the worker dropped them. Send the request again."""
 
     code = "unread"
 
 
 class ForbiddenError(TruerollError):
-    """The client's role or its connection does not allow this call, its key is unknown, or the worker is another
-    user's.
+    """The client's role or connection does not allow this call, its key is unknown, or the worker belongs to another
+    user.
     """
 
     code = "forbidden"
 
 
 class UnavailableError(TruerollError):
-    """The worker, or the machine, is in a state in which no new request is taken."""
+    """The worker, or the machine, does not accept new requests in its current state."""
 
     code = "unavailable"
 
 
 class WorkerFailedError(TruerollError):
-    """The worker's engine failed; the request was not finished, and the process is ending."""
+    """The worker's engine failed. The request did not finish, and the worker's process is exiting."""
 
     code = "worker_failed"
 
 
 class IllegalStateError(TruerollError):
-    """The worker is in a state in which this call makes no sense; the text names it."""
+    """The call is not valid in the worker's current state, which the text names."""
 
     code = "illegal_state"
 
 
 class DeadlineError(TruerollError):
-    """Something did not happen within the time it was given."""
+    """An operation did not complete before its deadline."""
 
     code = "deadline_exceeded"
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or broke off; the text says what was wrong, and with which tensor. `lost`: the
-    addresses of the workers that were lost, if that is why.
+    """A push of weights was refused or aborted. The text says why, and names the tensor if one is at fault.
+
+    `lost`: addresses of the lost workers, if lost workers are the cause.
     """
 
     code = "push_failed"
@@ -140,50 +143,50 @@ class PushError(TruerollError):
 
 
 class StaleWeightsError(TruerollError):
-    """The worker serves older weights than the request demands, as one does that was started anew; push again."""
+    """The worker serves older weights than the request demands, for example after a restart. Push again."""
 
     code = "stale_weights"
 
 
 class VersionGapError(PushError):
-    """A push of changed elements refers to weights that the worker does not serve; push every tensor whole."""
+    """A sparse push is based on weights that the worker does not serve. Push every tensor whole."""
 
     code = "version_gap"
 
 
 class OtherBaseError(PushError):
-    """A push of adapters alone is to be added to weights that the worker does not have; push the model whole."""
+    """A push of only adapters is based on weights that the worker does not have. Push the whole model."""
 
     code = "other_base"
 
 
 class WorkerLostError(TruerollError):
-    """Nothing answers at the worker's address, or another process does. Raised by the client, never sent."""
+    """No process, or a different process, answers at the worker's address. Raised by the client, never sent."""
 
     code = "worker_lost"
 
 
 class AlignmentError(TruerollError):
-    """A trainer's model cannot be aligned, is not aligned, or was given what an aligned one cannot take, or log-probs
-    of trainer and rollout do not fit together.
+    """A trainer's model cannot be aligned or is not aligned, an aligned model got input that it does not support, or
+    the log-probs of trainer and rollout do not match each other.
     """
 
     code = "not_aligned"
 
 
 class RequestAbortedError(TruerollError):
-    """A score request was aborted before it had a result. Raised by the client, never sent."""
+    """A score request was aborted before its result was ready. Raised by the client, never sent."""
 
     code = "aborted"
 
 
 _MAX_SAID_CHARS = 300
 LINES = "\n\t"
-"""What `printable` is to keep in a text of several lines."""
+"""Characters that `printable` keeps in multi-line text, as its argument `kept`."""
 
 
 class _Brief(reprlib.Repr):
-    """Python's own `repr` walks through all of a value, however long, and raises where it is deep."""
+    """A bounded `repr`. Python's own `repr` visits the whole value, however long, and raises for deep nesting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,12 +207,12 @@ _BRIEF = _Brief()
 
 
 def brief(value: object) -> str:
-    """What was found, for the text of an error: at most 80 characters of any value."""
+    """Return a description of any value for an error text, at most 80 characters."""
     return _BRIEF.repr(value)[:80]
 
 
 def _plain(value: object) -> Value:
-    """The value, if it is a number or a short text that can be shown and sent; otherwise what `brief` says of it."""
+    """Return the value if it is a number or a short printable text, otherwise its description by `brief`."""
     if isinstance(value, int | float):
         return value if _is_small(value) else brief(value)
     if isinstance(value, str) and len(value) <= MAX_VALUE_CHARS and value.isprintable():
@@ -218,19 +221,20 @@ def _plain(value: object) -> Value:
 
 
 def _is_small(number: int | float) -> bool:
-    """Whether the number is finite and, if it is an integer, fits in 64 bits."""
+    """Return whether a float is finite, or an integer fits in 64 bits."""
     return math.isfinite(number) if isinstance(number, float) else -(2**63) <= number < 2**64
 
 
 def said(cause: object) -> str:
-    """What another package says of a file, which it may quote: in one line, cut, and escaped as by `printable`."""
+    """Return another package's message, which may quote a file, as one line: cut and escaped by `printable`."""
     return printable(" ".join(str(cause).split())[:_MAX_SAID_CHARS])
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape a text from outside so that a terminal or a log may show it: characters that are invisible, move the
-    cursor or turn the direction of writing are written as in a literal of Python, such as `\\x1b`. Characters in `kept`
-    and backslashes stay.
+    """Escape text from outside so that it is safe to show in a terminal or a log.
+
+    Invisible characters, and characters that move the cursor or change the writing direction, become Python escapes
+    such as `\\x1b`. Backslashes and the characters in `kept` stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text

@@ -1,6 +1,6 @@
-"""Versions of the libraries that trueroll plugs into: the installed one, and those that trueroll is tested with.
+"""Installed and tested versions of the libraries that trueroll plugs into.
 
-The ranges are the ones in pyproject.toml, read from the installed metadata. Imports the standard library alone.
+The tested ranges come from pyproject.toml, by way of the installed metadata. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def installed(package: str) -> str:
-    """The package with its installed version, such as `peft 0.21.2`; without one where no metadata says it."""
+    """Return the package's name and installed version, such as `peft 0.21.2`; without metadata only the name."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -18,7 +18,7 @@ def installed(package: str) -> str:
 
 
 def range_of(package: str) -> str:
-    """The package with the versions that trueroll is tested with, such as `peft>=0.21,<0.22`."""
+    """Return the package's name and the version range that trueroll is tested with, such as `peft>=0.21,<0.22`."""
     for line in requires("trueroll") or ():
         found = re.match(r"([\w.-]+)\s*([^;\s]*)", line)
         if found and found[1].lower() == package:
@@ -27,5 +27,5 @@ def range_of(package: str) -> str:
 
 
 def untested(package: str, what: str) -> str:
-    """The text of an error about a library which is not as trueroll knows it: `what` says in which point."""
+    """Return the error text for a library that differs from the tested versions. `what`: the difference."""
     return f"{installed(package)}: {what}; install {range_of(package)}, which trueroll is tested with"

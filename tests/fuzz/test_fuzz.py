@@ -75,7 +75,7 @@ def test_a_seed_gives_the_same_round_which_can_be_read_again(memory: Memory, tmp
 def test_an_ack_that_hides_what_it_is_refused_for_is_not_counted_on() -> None:
     hidden = Pairs([[b"n", 1]])
     ack = Pairs([["version", 1], ["type", "ack"], ["ids", hidden], ["ids", ["x"]]])
-    with pytest.raises(ProtocolError, match="is no string"):
+    with pytest.raises(ProtocolError, match="is not a string"):
         protocol.from_client(pack(ack))
     shot = Shot([pack(ack)])
     assert not shot.needs_reply and not shot.is_certain

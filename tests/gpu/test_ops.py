@@ -20,9 +20,9 @@ from ..kernels.test_contract import (  # noqa: F401
     FLOAT32_OPS,
     TYPED_OPS,
     RowOp,
-    test_attention_passes_on_what_is_no_number_within_a_window_only,
+    test_nan_reaches_only_queries_with_the_token_in_their_window,
     test_the_contract_tests_can_fail,
-    test_what_stands_behind_the_window_of_a_chunk_is_never_seen,
+    test_tokens_behind_the_window_of_a_chunk_are_never_seen,
 )
 from ..kernels.test_joined_ops import *  # noqa: F403
 from ..kernels.test_merge import *  # noqa: F403
@@ -45,7 +45,7 @@ OTHER_CHECKS = (
         for n, attention in ((2, {}), (24, {}), (512, {}), (24, {"window": 140, "sinks": True}))
     ),
     *(
-        partial(contract.test_attention_does_not_depend_on_who_shares_blocks, block_size=n, window=window)
+        partial(contract.test_attention_does_not_depend_on_block_sharing, block_size=n, window=window)
         for n, window in ((2, None), (24, None), (256, None), (16, 60), (24, 299))
     ),
     *(

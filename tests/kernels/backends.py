@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Implementation:
-    """A backend, with one instruction set if it is a native one. `emulated`: in the library with emulated tiles."""
+    """A backend, with one instruction set if it is native. `emulated`: uses the library with emulated tiles."""
 
     backend: str
     instruction_set: str = ""
@@ -35,13 +35,13 @@ class Implementation:
 
     @property
     def interpreted(self) -> bool:
-        """Whether it takes a hundred times as long as the others."""
+        """Whether it runs in an interpreter, which takes a hundred times as long as the others."""
         return self.backend == "triton"
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         if self.emulated:
-            return (torch.bfloat16,)  # which is all that tiles compute
+            return (torch.bfloat16,)  # the only dtype of tiles
         if self.interpreted:
             return (torch.bfloat16, torch.float16)
         native = (torch.float32, torch.bfloat16)
@@ -49,7 +49,9 @@ class Implementation:
 
     @contextmanager
     def chosen(self) -> Iterator[Backend]:
-        """Its ops, with its library and instruction set in use for the whole process until the end of the context."""
+        """Context with the ops of this implementation. Its library and instruction set are in use for the whole
+        process.
+        """
         ops = select_backend(self.backend, CPU, self.dtypes[0]).ops
         if not self.instruction_set:
             yield ops
@@ -79,7 +81,9 @@ class Served:
 
 
 def _instruction_sets() -> list[str]:
-    """Those of this machine. Where the library is missing: a name that makes its tests fail and say why."""
+    """Return the instruction sets of this machine. If the library is missing, return a name with tests that fail and
+    say why.
+    """
     try:
         return load_library().instruction_sets()
     except OSError:
@@ -91,19 +95,22 @@ IMPLEMENTATIONS = (
     *(Implementation("cpu", name) for name in _instruction_sets()),
     Implementation("triton"),
 )
-# Tiles take part in ops that have a dtype only.
+# Tiles only affect ops that have a dtype.
 SERVED = [
     (implementation, dtype)
     for implementation in (*IMPLEMENTATIONS, Implementation("cpu", "amx_bf16", emulated=True))
     for dtype in implementation.dtypes
 ]
-# Those whose backend has experts, sinks, biases behind attention and the clamped activation; no interpreter so far.
+# Implementations with experts, sinks, biases after attention and the clamped activation. Interpreters do not have them
+# yet.
 MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
 def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rarely: bool = False) -> Any:
-    """A cell for pytest. Those of float16 are left to `make test-all`: only the reference and the interpreted kernels
-    serve it, which are slow, by the code of bfloat16. `rarely`: leave this one to it, too.
+    """Return a pytest parameter for an implementation and dtype.
+
+    float16 is left to `make test-all`: only the reference and the interpreted kernels serve it, which are slow, with
+    the same code as bfloat16. `rarely`: leave this parameter to `make test-all` too.
     """
     marks = [pytest.mark.exhaustive] if served[1] == torch.float16 or rarely else []
     return pytest.param(*values, id=id, marks=marks)
@@ -112,7 +119,7 @@ def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rar
 both_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
 )
-"""For tests of single kernels in the interpreter. `make test-all` has the float16 cells, as above."""
+"""Parametrizes tests of single kernels in the interpreter. As above, float16 runs only in `make test-all`."""
 
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:
@@ -120,7 +127,7 @@ def served_id(served: tuple[Implementation, torch.dtype]) -> str:
 
 
 def for_served(names: str, values: Sequence[tuple[Any, ...]], interpreted: int) -> pytest.MarkDecorator:
-    """`served` with each of the values, or with the first `interpreted` of them where an interpreter computes."""
+    """Parametrize `served` with each of the values, or with only the first `interpreted` values in an interpreter."""
     cases = [
         param(
             served, served, *value, id="-".join((served_id(served), *(getattr(x, "__name__", str(x)) for x in value)))
@@ -132,5 +139,5 @@ def for_served(names: str, values: Sequence[tuple[Any, ...]], interpreted: int) 
 
 
 def params_of(all_served: Sequence[tuple[Implementation, torch.dtype]]) -> list[Any]:
-    """A cell for each."""
+    """Return a pytest parameter for each implementation and dtype."""
     return [param(served, served, id=served_id(served)) for served in all_served]

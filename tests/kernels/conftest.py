@@ -21,7 +21,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture(params=[i for i in IMPLEMENTATIONS if not i.interpreted], ids=str)
 def quick_ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """As `ops`, without an interpreter, for tests that would take it more than two seconds."""
+    """Like `ops`, without an interpreter, for tests that would take more than two seconds there."""
     with request.param.chosen() as ops:
         yield ops
 
@@ -34,13 +34,13 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.fixture(params=params_of([s for s in SERVED if not s[0].interpreted]))
 def quick(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """As `served`, without an interpreter, for tests that would take it more than two seconds."""
+    """Like `served`, without an interpreter, for tests that would take more than two seconds there."""
     yield from _serve(*request.param)
 
 
 @pytest.fixture(params=params_of(MIXING))
 def mixing(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """As `served`, where the backend has the ops of `MIXING`."""
+    """Like `served`, for the implementations in `MIXING`."""
     yield from _serve(*request.param)
 
 
@@ -51,7 +51,7 @@ def _serve(implementation: Implementation, dtype: torch.dtype) -> Iterator[Serve
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """A test that starts with two threads and may change their number."""
+    """For tests that start with two threads and may change their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

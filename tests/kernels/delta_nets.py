@@ -1,4 +1,4 @@
-"""Gated delta nets: sizes, weights, and what convolution and recurrence are in float64."""
+"""Gated delta nets: sizes, weights, and the convolution and recurrence in float64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SPECS = {
 }
 
 THIN = DeltaNetSpec(1, 2, 7, 5, 3, NormSpec(1e-6))
-"""For an interpreter, whose time goes with tokens and heads."""
+"""For an interpreter, which is slow in proportion to tokens and heads."""
 
 
 def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
-    """Some heads forget at once, others remember nearly all."""
+    """Make weights with which some heads forget at once and others remember nearly everything."""
     heads = spec.num_value_heads
     convolution = randn(spec.channels, 1, spec.kernel_size, dtype=dtype, seed=50)
     decay = torch.linspace(-5, 1, heads).to(dtype)
@@ -34,7 +34,7 @@ def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
 
 
 def exact_convolution(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """In float64, of a sequence from its beginning; and the sum of the magnitudes of its terms."""
+    """Return the float64 convolution of a sequence without a tail, and the sum of the magnitudes of its terms."""
     size = weight.shape[2]
     rows = F.pad(x.double().T, (size - 1, 0))
     found = [
@@ -45,7 +45,7 @@ def exact_convolution(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_recurrence(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:
-    """In float64, token by token, as its definition reads."""
+    """Compute the recurrence in float64, token by token, as in its definition."""
     q, k, v = qkv.double().split([spec.key_size, spec.key_size, spec.value_size], 1)
     q, k, v = (x.unflatten(1, (heads, -1)) for x, heads in zip((q, k, v), _heads(spec), strict=True))
     share = spec.num_value_heads // spec.num_key_heads

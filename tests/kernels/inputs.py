@@ -33,7 +33,7 @@ from .backends import Served
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equality of bits: distinguishes zeros by sign and takes NaN for equal to itself."""
+    """Return whether the bits are equal. Zeros of different sign differ; NaN equals NaN."""
     assert left.dtype == right.dtype and left.shape == right.shape
     left_bytes, right_bytes = (
         x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy() for x in (left, right)
@@ -46,14 +46,14 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def stored(ops: Backend, matrix: Tensor) -> Weight:
-    """A matrix [rows, columns] in the backend's layout."""
+    """Return a matrix [rows, columns] in the backend's layout."""
     weight = ops.new_weight(*matrix.shape, empty=partial(torch.empty, dtype=matrix.dtype))
     weight.copy_(matrix)
     return weight
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values, not side by side."""
+    """Return the same values, not contiguous."""
     strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]
     assert not strided.is_contiguous() or strided.numel() == 1
     return strided
@@ -73,14 +73,14 @@ def layer_spec(
     experts: ExpertsSpec | None = None,
     **attention: Any,
 ) -> LayerSpec:
-    """A layer with few columns in its MLP, or experts. `attention`: further fields of its mixer's spec."""
+    """Return a layer with few columns in its MLP, or experts. `attention`: further fields of its mixer's spec."""
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
     return LayerSpec(mixer, experts or MlpSpec(77, activation), norm, before, after)
 
 
 _GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
 _OLMO: dict[str, Any] = dict(before=False, after=True, qk_norm=NORM, qk_norm_over_heads=True)
-# Neighbouring layers of the families, in small; those with a window have a rotation of their own.
+# Neighbouring layers of the families, small. Layers with a window have their own rotation.
 FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
     "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
@@ -93,7 +93,7 @@ _GPT_OSS: dict[str, Any] = dict(
     experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
 )
 _QWEN3_NEXT: dict[str, Any] = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
-# The same with experts, and layers with an MLP among them.
+# The same with experts, and with some MLP layers among them.
 EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
     "gpt_oss": [layer_spec(4, 2, 16, window=9, **_GPT_OSS), layer_spec(4, 2, 16, **_GPT_OSS)],
@@ -103,12 +103,12 @@ EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
 
 
 def hidden_size(layers: Sequence[LayerSpec]) -> int:
-    """One that suits the layers and has as odd a number of columns as they take."""
+    """Return a hidden size that suits the layers, with as odd a number of columns as they accept."""
     return 144 if any(isinstance(layer.mlp, ExpertsSpec) for layer in layers) else 130
 
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
-    """A decoder of these layers with two rotations."""
+    """Return a decoder of these layers with two rotations."""
     attentions = (layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
     attention = next(attentions, AttentionSpec(1, 1, 16, scale=1.0))
     size = attention.rotated or attention.head_dim
@@ -127,7 +127,7 @@ def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
 
 
 def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, seed: int = 0) -> list[Layer]:
-    """Layers with random weights. Norms before them are small, so that queries do not see one key alone."""
+    """Make layers with random weights. Their first norms are small, so that queries do not attend to a single key."""
     seeds = count(seed)
 
     def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Weight:
@@ -143,7 +143,7 @@ def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, se
 
 
 def make_experts(served: Served, spec: ExpertsSpec, hidden: int = 144) -> ExpertsWeights:
-    """Experts whose sums are of the size of what they read; their biases are of another."""
+    """Make experts with outputs of the size of their inputs. The size of their biases differs."""
     count, inner, dtype = spec.num_experts, spec.intermediate_size, served.dtype
     matrices = randn(count * 2 * inner, hidden, seed=2) / hidden**0.5, randn(count * hidden, inner, seed=4) / inner**0.5
     gate_up, down = (stored(served.ops, matrix.to(dtype)) for matrix in matrices)
@@ -158,16 +158,16 @@ def make_rotations(ops: Backend, decoder: DecoderSpec, positions: Tensor) -> lis
 
 
 def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Caches of keys and values in which every place holds NaN."""
+    """Return caches of keys and values full of NaN."""
     shape = (blocks, block_size, kv_heads, size)
     return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
 
 
 class Paged:
-    """Sequences of given lengths in a paged cache whose unused places hold NaN, with one query for each token.
+    """Sequences of given lengths in a paged cache, with one query for each token. Unused places hold NaN.
 
-    `attention`: the window and the soft cap of `paged_attention`; `sinks`: whether heads have some.
-    `q`, `k`, `v`: for each sequence [its length, heads, size], those of keys and values with `kv_heads` heads.
+    `attention`: the window and the soft cap of `paged_attention`. `sinks`: whether heads have sinks. `q`, `k`, `v`: for
+    each sequence [its length, heads, size]; keys and values have `kv_heads` heads.
     """
 
     def __init__(
@@ -198,22 +198,22 @@ class Paged:
             self.write(i)
 
     def slots(self, i: int) -> Tensor:
-        """Where the tokens of sequence i stand."""
+        """Return the slots of the tokens of sequence i."""
         tokens = torch.arange(self.lens[i])
         return self.tables[i, tokens // self.block_size] * self.block_size + tokens % self.block_size
 
     def write(self, i: int) -> None:
-        """Stores the keys and values of sequence i as they are now."""
+        """Store the current keys and values of sequence i."""
         self.ops.write_kv(self.k[i], self.v[i], self.k_cache, self.v_cache, self.slots(i))
 
     def attend(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[Tensor, ...]:
-        """The attention of chunks (sequence, start, end), computed in one call; one tensor for each chunk."""
+        """Return the attention of each chunk (sequence, start, end), all computed in one call."""
         q, batch = self.batch(chunks)
         out = self.ops.paged_attention(q, self.k_cache, self.v_cache, batch, self.size**-0.5, **self.attention)
         return out.split([end - start for _, start, end in chunks])
 
     def batch(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[Tensor, AttentionBatch]:
-        """The queries of chunks, and which tokens they attend to."""
+        """Return the queries of chunks, and the batch that says which tokens they attend to."""
         ends = list(accumulate(end - start for _, start, end in chunks))
         tables = self.tables[[i for i, _, _ in chunks]]
         q = torch.cat([self.q[i][start:end] for i, start, end in chunks])

@@ -1,18 +1,19 @@
-"""What the tensor cores of NVIDIA GPUs compute, bit for bit: sums in float32 of products of bfloat16 or float16.
+"""A bit-exact model of NVIDIA's tensor cores: float32 sums of products of bfloat16 or float16.
 
-NVIDIA does not document it. This is the arithmetic that two groups found by experiments, apart from each other, and on
-which they agree: MMA-Sim (Xie et al., arXiv:2511.10909), and Khattak and Mikaitis (arXiv:2512.07004).
+NVIDIA does not document this arithmetic. Two groups found it by experiment, independently, and agree on it: MMA-Sim
+(Xie et al., arXiv:2511.10909), and Khattak and Mikaitis (arXiv:2512.07004).
 
-A number is a significand times a power of two. A normal number's significand is in [1, 2), a subnormal number has the
-least exponent of its dtype, and zero has none. Two numbers are multiplied by multiplying their significands and adding
-their exponents, so that a product's significand may reach 4. The sum so far and `terms` products are added at a time:
-each is cut, toward zero, `fraction_bits` behind the binary point of the one with the highest exponent, they are added
-exactly, and the sum is cut, toward zero, to a float32. From 2**128 on it is infinite.
+A number is a significand times a power of two. The significand of a normal number is in [1, 2). A subnormal number has
+the least exponent of its dtype, and zero has no exponent. Two numbers are multiplied by multiplying their significands
+and adding their exponents, so a product's significand may reach 4. The sum so far and `terms` products are added at a
+time. Each is cut, toward zero, `fraction_bits` after the binary point of the one with the highest exponent. They are
+added exactly, and the sum is cut, toward zero, to a float32. From 2**128 on it is infinite.
 
-The two groups differ on sums none of whose terms reaches 2**-126: what they come to is not promised. Nor are the bits
-of NaN, nor the sign of zero within a chain, on which no product of `kernels/triton` depends; here it is positive.
+The two groups differ on sums in which no term reaches 2**-126: the result of such sums is not promised. The bits of NaN
+and the sign of a zero within a chain are not promised either. No product of `kernels/triton` depends on them; here a
+zero is positive.
 
-It is computed in float64, where each step is exact, and on the device of its inputs.
+The model computes in float64, where each step is exact, on the device of its inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 
 class TensorCore(NamedTuple):
-    """`terms`: products that are added at a time. `fraction_bits`: those that are kept of the largest of them."""
+    """`terms`: products that are added at a time. `fraction_bits`: bits that are kept of the largest one."""
 
     terms: int
     fraction_bits: int
@@ -33,15 +34,15 @@ class TensorCore(NamedTuple):
 
 # By the major number of the compute capability.
 TENSOR_CORES = {8: TensorCore(8, 24), 9: TensorCore(16, 25), 10: TensorCore(16, 25)}
-# What a difference is compared with, so that one run tells which arithmetic a GPU has.
+# The cores that a difference is compared with, so that one run tells which arithmetic a GPU has.
 CANDIDATES = tuple(TensorCore(*each) for each in product((4, 8, 16, 32), range(21, 28)))
 _LEAST = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
 _HIGHEST = 127
-_NONE = -1000  # of zero: below every exponent, also when another is added
+_NONE = -1000  # the exponent of zero: below every exponent, also after another is added
 
 
 def multiply_add(core: TensorCore, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total [...] plus the products of a [..., K] and b [..., K], of one 16-bit dtype, in ascending order: float32."""
+    """Return total [...] plus the products of a and b [..., K], of one 16-bit dtype, in ascending order: float32."""
     wide = [(x.double(), _exponents(x)) for x in (a, b)]
     for start in range(0, a.shape[-1], core.terms):
         columns = slice(start, start + core.terms)
@@ -51,7 +52,7 @@ def multiply_add(core: TensorCore, total: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 
 def _add(core: TensorCore, total: Tensor, products: Tensor, exponents: Tensor) -> Tensor:
-    """One sum: total [...] plus products [..., terms], in float64, with these exponents."""
+    """Add once: total [...] plus products [..., terms], in float64, with these exponents."""
     highest = torch.maximum(exponents.amax(-1), _exponents(total)).clamp(min=2 * _LEAST[torch.bfloat16])
     scale = _power_of_two(core.fraction_bits - highest)
     units = (total.double() * scale).trunc() + (products * scale[..., None]).trunc().sum(-1)
@@ -59,19 +60,19 @@ def _add(core: TensorCore, total: Tensor, products: Tensor, exponents: Tensor) -
 
 
 def _cut_to_float32(x: Tensor) -> Tensor:
-    """Of float64 whose significand has at most 53 bits, toward zero; zeros become positive."""
+    """Cut float64 with significands of at most 53 bits toward zero to float32; zeros become positive."""
     unit = _power_of_two(_field(x).clamp(_LEAST[torch.float32], _HIGHEST) - 23)
     return ((x / unit).trunc() * unit + 0.0).float()
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """As an adder sees them, where subnormal numbers are not normalised; of infinity and NaN the highest."""
+    """Return the exponents that an adder sees. Subnormal numbers are unnormalised; infinity and NaN are highest."""
     wide = x.double()
     return torch.where(wide == 0, _NONE, _field(wide).clamp(_LEAST[x.dtype], _HIGHEST))
 
 
 def _field(x: Tensor) -> Tensor:
-    """The exponents of float64, as int64."""
+    """Return the exponents of float64 as int64."""
     return (x.view(torch.int64) >> 52 & 0x7FF) - 1023
 
 
@@ -80,9 +81,9 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def multiply(core: TensorCore, x: Tensor, weight: Tensor, piece: int) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, as `kernels/triton/products.py` sums it up: float32 [M, N].
+    """Multiply x [M, K] by weight [N, K] transposed, summed as in `kernels/triton/products.py`: float32 [M, N].
 
-    Pieces of `piece` columns, each from zero, are added to +0.0 in ascending order, rounding to nearest.
+    Pieces of `piece` columns are each summed from zero and added to +0.0 in ascending order, rounding to nearest.
     """
     zeros = torch.zeros(len(x), len(weight), device=x.device)
     total = zeros
@@ -92,7 +93,9 @@ def multiply(core: TensorCore, x: Tensor, weight: Tensor, piece: int) -> Tensor:
 
 
 def check_product(core: TensorCore, found: Tensor, x: Tensor, weight: Tensor, piece: int) -> None:
-    """`found` [M, N] has the bits of `multiply`. If not, says where, and which other tensor core would have them."""
+    """Check that `found` [M, N] has the bits of `multiply`. Otherwise say where it differs, and which core would
+    explain it.
+    """
     expected = multiply(core, x, weight, piece)
     different = (_bits(found) != _bits(expected)).nonzero()
     if not len(different):
@@ -103,17 +106,17 @@ def check_product(core: TensorCore, found: Tensor, x: Tensor, weight: Tensor, pi
     raise AssertionError(
         f"{len(different)} of {found.numel()} elements differ from {core} with pieces of {piece} columns, the first at "
         f"row {row}, feature {feature}: expected {_show(expected[row, feature])}, found {_show(found[row, feature])}; "
-        + (f"{' and '.join(map(str, fitting))} would give what was found" if fitting else _NO_CANDIDATE)
+        + (f"{' and '.join(map(str, fitting))} would give the found bits" if fitting else _NO_CANDIDATE)
     )
 
 
 _NO_CANDIDATE = (
-    f"none of {CANDIDATES[0]} to {CANDIDATES[-1]} would give what was found: compare the order of K, and the pieces"
+    f"none of {CANDIDATES[0]} to {CANDIDATES[-1]} would give the found bits: compare the order of K, and the pieces"
 )
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Of float32; those of all NaN are alike."""
+    """Return the bits of float32. All NaN have the same bits."""
     assert x.dtype == torch.float32
     return x.contiguous().view(torch.int32).masked_fill(x.isnan(), 0x7FFFFFFF)
 

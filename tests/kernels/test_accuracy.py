@@ -1,4 +1,4 @@
-"""What the ops compute, against float64 and torch's own ops; how draws and filters are defined, in plain Python.
+"""The results of the ops against float64 and torch's own ops, and the definitions of draws and filters in plain Python.
 
 Ops that join several steps are not here: they give the bits of their steps (test_joined_ops.py).
 """
@@ -20,19 +20,23 @@ from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
 from .inputs import NORM, ZERO_CENTERED, Paged, make_experts, randn, same_bits, stored
 
-# Shapes of weights.
+# The shapes of weights.
 PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
 
 
 def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor) -> None:
-    """Errors are hardly larger than those of torch's op: of 16-bit results the mean at most 1.001 and the largest 1.1
-    times as large, of float32 results 1.05 and 3 times, as torch sums in other orders on other machines.
+    """Check that errors are hardly larger than those of torch's op.
 
-    16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, over torch's:
-    products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
-    float32: the error is that of the order in which terms are summed. Measured: products 0.76 to 0.86, norms 0.79 to
-    0.94, activation 0.81 to 0.83, attention 0.96 to 0.98. The largest of some thousand errors is left more to chance:
-    0.45 to 1.0. Not for float32 results of a GPU, which adds and takes logarithms in other ways than torch on a CPU.
+    For 16-bit results, the mean error may be 1.001 times and the largest error 1.1 times as large as torch's. For
+    float32 results the factors are 1.05 and 3, since torch sums in other orders on other machines.
+
+    16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, relative to
+    torch: products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
+
+    float32 results: the error depends on the order in which terms are summed. Measured: products 0.76 to 0.86, norms
+    0.79 to 0.94, activation 0.81 to 0.83, attention 0.96 to 0.98. The largest of some thousand errors varies more: 0.45
+    to 1.0. Do not use this for float32 results of a GPU, which adds and takes logarithms differently from torch on a
+    CPU.
     """
     mean, most = (1.05, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
     error, torch_error = ((x.double() - expected).abs() for x in (found, torch_found))
@@ -76,7 +80,7 @@ def test_rmsnorm(served: Served, size: int) -> None:
 
 
 def test_rmsnorm_of_extremes(served: Served) -> None:
-    """The root of the sum of squares, wherever float32 holds that sum; `eps` keeps a row of zeros from NaN."""
+    """The root of the sum of squares is right wherever float32 holds that sum; `eps` keeps a row of zeros from NaN."""
     ones = torch.ones(48, dtype=served.dtype)
     for value in (0.0, 1e-4, 1e4):
         x = torch.full((2, 48), value, dtype=served.dtype)
@@ -94,7 +98,7 @@ def test_activation(served: Served, activation: Activation) -> None:
         slope = 2 * math.sqrt(2 / math.pi) * (slope + 0.044715 * slope**3)
     numerator = 1.0 if activation == "sigmoid" else gate.double()
     expected = numerator / (1 + torch.exp(-slope)) * up.double()
-    # The cubic has an error of its own, by which the exponential is wrong in proportion.
+    # The cubic has an error of its own, and the exponential is wrong in proportion to it.
     size = expected.abs() * (1 + slope.abs().clamp(max=110) if activation == "gelu_tanh" else 1)
     check(served.ops.gate_mul(gate, up, activation), expected, 1, 8, size)
 
@@ -106,7 +110,7 @@ def test_clamped_activation(mixing: Served) -> None:
     wide = gate.double().clamp(max=7)
     raised = up.double().clamp(-7, 7) + 1
     expected = wide / (1 + torch.exp(-1.702 * wide)) * raised
-    # An exponential is wrong by the rounding of its argument; and the sum with 1 rounds where it cancels.
+    # An exponential is wrong by the rounding of its argument. The sum with 1 also rounds, visibly where it cancels.
     size = (
         expected.abs() * (1 + 1.702 * wide.abs().clamp(max=110)) + (expected / raised.where(raised != 0, 1)).abs() * 7
     )
@@ -128,7 +132,7 @@ def test_route(mixing: Served, normed: bool) -> None:
 
 
 def test_experts(mixing: Served) -> None:
-    """Against what each expert makes of a row in float64, from inner rows that are rounded as the contract says."""
+    """Compare with each expert's output in float64, from inner rows that are rounded as the contract says."""
     spec = ExpertsSpec(num_experts=6, top_k=3, intermediate_size=48, bias=True)
     weights, x = make_experts(mixing, spec), randn(64, 144, dtype=mixing.dtype)
     shared = randn(64, 144, dtype=mixing.dtype, seed=8)
@@ -171,7 +175,7 @@ def test_rotation(ops: Backend) -> None:
 def exact_attention(
     paged: Paged, i: int, window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of sequence i in float64, the same with absolute values, and the largest |query| |key|, scaled."""
+    """Return float64 attention of sequence i, the same with absolute values, and the largest |query| |key|, scaled."""
     q, k, v = (x[i].double().transpose(0, 1) for x in (paged.q, paged.k, paged.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     places = torch.arange(q.shape[1])
@@ -194,7 +198,7 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
     check_attention(served, Paged(served, [300], heads, kv_heads, size))
 
 
-# A window that is off by one fails: 1 and 2 leave few keys, each of which weighs much.
+# A window that is off by one fails: windows of 1 and 2 leave few keys, each with a large weight.
 @for_served(
     "window,soft_cap",
     [(140, 1.5), (1, None), (2, None), (100, None), (128, None), (129, None), (None, 1.5)],
@@ -216,7 +220,7 @@ def test_attention_with_sinks(mixing: Served, window: int | None) -> None:
 def check_attention(served: Served, paged: Paged) -> None:
     expected, magnitude, scores = exact_attention(paged, 0, **paged.attention)
     size = paged.size
-    # A weight is wrong by its score's error and its own rounding to the dtype; so is the sum it is divided by.
+    # A weight has its score's error and its own rounding to the dtype. So has the sum that it is divided by.
     weight_error = (size + 8) * scores * FLOAT32 + EPSILON[served.dtype] + 300 * FLOAT32
     check(paged.whole(0), expected, 1, 2.1 * float(weight_error) / FLOAT32, magnitude)
 
@@ -232,7 +236,7 @@ def test_attention_against_torch(quick: Served, heads: int, kv_heads: int, size:
 
 @pytest.mark.parametrize("size", [64, 80])
 def test_attention_with_huge_scores(quick: Served, size: int) -> None:
-    """The softmax then takes one value as it is: the last one that is seen, or the first."""
+    """The softmax then returns a single value unchanged: the last one that is seen, or the first."""
     unit = 200.0 if quick.dtype == torch.float16 else 1e13
     for sign in (1, -1):
         paged = Paged(quick, [300], size=size)
@@ -278,9 +282,9 @@ def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
     ids = torch.arange(64) * 769 % vocab_size
     expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
     found = quick_ops.log_probs(logits, ids)
-    # The sum of the exponentials is wrong by a share of itself, and so its logarithm by that much.
+    # The sum of the exponentials has a relative error, so its logarithm has that absolute error.
     check(found, expected, 3, vocab_size / 16 + 16, torch.ones_like(expected))
-    # Rounded to nearest, n additions are wrong by no more than about the root of n roundings.
+    # With rounding to nearest, n additions are wrong by at most about the root of n roundings.
     check_mean(found, expected, 3 * expected.abs() + math.sqrt(vocab_size / 16) + 16)
 
 
@@ -312,13 +316,13 @@ def test_a_row_without_a_distribution_has_no_log_prob(ops: Backend, value: float
 
 
 def best_tokens(row: Tensor, k: int) -> list[int]:
-    """Highest logit first, of equals the lower id first."""
+    """Return the best tokens, highest logit first, the lower id first among equal logits."""
     logits = row.tolist()
     return sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:k]
 
 
 def rows_with_ties(vocab_size: int) -> Tensor:
-    """The last two rows keep three tokens, and one."""
+    """Return rows with ties. The last two rows keep three tokens and one."""
     rows = (randn(6, vocab_size) * 16).round() / 8
     rows[4:] = rows[4:].where(torch.arange(vocab_size) % 331 == 7, -torch.inf)
     rows[5] = rows[5].where(torch.arange(vocab_size) == 7, -torch.inf)
@@ -331,7 +335,7 @@ def test_token_statistics(ops: Backend, vocab_size: int, k: int) -> None:
     found = ops.token_statistics(rows, ids, k)
     assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64, torch.float32]
     assert found.top_token_ids.tolist() == [best_tokens(row, k) for row in rows]
-    assert same_bits(found.logprobs, ops.log_probs(rows, ids)), "the bits of the op that gives no more"
+    assert same_bits(found.logprobs, ops.log_probs(rows, ids)), "the bits of `log_probs`"
     for i in range(k):
         assert same_bits(found.top_logprobs[3:5, i], ops.log_probs(rows[3:5], found.top_token_ids[3:5, i])), i
     expected = torch.special.entr(rows.double().softmax(-1)).sum(-1)
@@ -339,7 +343,7 @@ def test_token_statistics(ops: Backend, vocab_size: int, k: int) -> None:
     assert found.entropy[5] == 0, "there is one token"
 
 
-def test_what_follows_the_tokens_that_have_a_probability(ops: Backend) -> None:
+def test_tokens_without_a_probability_are_listed_last(ops: Backend) -> None:
     rows = rows_with_ties(1001)
     assert rows[4].isfinite().sum() == 4 and rows[5].isfinite().sum() == 1
     found = ops.token_statistics(rows[4:], torch.tensor([7, 7]), 8)
@@ -399,7 +403,7 @@ def test_philox_against_plain_integers() -> None:
 
 @pytest.mark.parametrize("vocab_size", [2, 17, 1001])
 def test_sample_takes_the_best_of_the_defined_noise(quick_ops: Backend, vocab_size: int) -> None:
-    """The id of the highest logit + noise in float64, or one that is as high within float32 rounding."""
+    """The token has the highest logit + noise in float64, or one that is equally high within float32 rounding."""
     rows = 2000
     logits = randn(rows, vocab_size) * 3
     seeds, positions = torch.arange(rows) * 2**54 - 77, torch.arange(rows) * 2**31 % 2**62
@@ -440,7 +444,7 @@ def test_masked_tokens_are_never_drawn(quick_ops: Backend) -> None:
 
 
 def filter_in_python(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The ids that stay, of those that are not -inf already."""
+    """Return the ids that stay, among those that are not -inf already."""
     order = sorted((i for i, x in enumerate(logits) if x > -math.inf), key=lambda i: (-logits[i], i))
     order = order[: max(top_k, 1)] if top_k >= 0 else order
     weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
@@ -457,7 +461,7 @@ def stays(filtered: Tensor) -> Tensor:
 
 
 def rows_to_filter() -> Tensor:
-    """Rows that are random, all equal, with -inf, with one token left, full of ties."""
+    """Return rows that are random, all equal, with -inf, with one token left, and full of ties."""
     rows = randn(9, 40, seed=9) * 2
     rows[5:] = rows[5:].round()
     rows[1], rows[2, ::3], rows[3, 1:], rows[8, 5:] = 0.0, -torch.inf, -torch.inf, -torch.inf
@@ -477,7 +481,7 @@ def test_filters_against_plain_python(ops: Backend, top_k: int, top_p: float, mi
 
 
 def test_filters_of_a_large_vocabulary(ops: Backend) -> None:
-    """The mask is the reference's: many ties, every kind of filter, each row with its own."""
+    """The mask is the reference's: many ties, every kind of filter, and different filters in each row."""
     logits = (randn(24, 1001, seed=3) * 8).round() / 4
     rows = torch.arange(24)
     filters = torch.tensor([-1, 1, 40, 900])[rows % 4], torch.tensor([0.95, 0.5, 1e-9])[rows % 3], rows % 2 * 0.05
@@ -503,7 +507,7 @@ def test_no_filter_drops_the_best_token(ops: Backend) -> None:
 
 @pytest.mark.parametrize("broken", [0, 7, 39])
 def test_filters_never_turn_a_row_with_nan_into_a_good_one(ops: Backend, broken: int) -> None:
-    """Such a row stays as it is: whatever is drawn shows that it is broken."""
+    """Such a row stays unchanged, so any draw from it shows that it is broken."""
     logits = randn(5, 40, seed=9)
     logits[:, broken] = torch.nan
     filters = (

@@ -1,4 +1,4 @@
-"""Aligned models with LoRA adapters: the bits of the merged model, gradients of A and B, and what is refused."""
+"""Aligned models with LoRA adapters: the bits of the merged model, gradients of A and B, and refused models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def log_probs(model: Any, autocast: bool) -> Tensor:
 
 
 def plain(folder: Path, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Any:
-    """The model without PEFT, aligned, with these weights or its own."""
+    """Return the aligned model without PEFT, with these weights or its own."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if weights is not None:
         model.load_state_dict(weights)
@@ -77,7 +77,7 @@ def test_merged_weights_are_what_peft_merges_within_rounding(folders: dict[str, 
 
 
 def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Path]) -> None:
-    """PEFT keeps A and B in float32 beside a bfloat16 model: they are rounded like any weight."""
+    """PEFT keeps A and B of a bfloat16 model in float32. They are rounded like any weight."""
     wide, narrow = (adapt(folders["llama"], dtype, **CONFIGS["qwen3"]) for dtype in (torch.float32, torch.bfloat16))
     a = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert narrow.get_parameter(a).dtype == torch.float32
@@ -94,7 +94,7 @@ def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Pa
     assert same_bits(*(each.detach() for each in found))
 
 
-def test_a_wrapper_of_a_layer_has_no_part_in_names(folders: dict[str, Path]) -> None:
+def test_layer_wrappers_do_not_change_names(folders: dict[str, Path]) -> None:
     model = adapt(folders["llama"], **CONFIGS["llama"])
     align(model)
     expected, layers = dict(merged_weights(model, torch.float32)), model.get_base_model().model.layers
@@ -127,7 +127,7 @@ def test_experts_are_those_of_the_merged_model(folders: dict[str, Path]) -> None
 
 
 def test_gradients_are_those_of_peft(folders: dict[str, Path]) -> None:
-    """Of the unaligned model of PEFT in float64, whose numbers are the same."""
+    """Compare with the unaligned PEFT model in float64, which has the same numbers."""
     model = adapt(folders["llama"], **CONFIGS["llama"])
     exact = copy.deepcopy(model).double()
     plain_log_probs(exact).sum().backward()
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_peft(folders: dict[str, Path]) -> None:
 
 
 def test_gradients_of_bfloat16_pass_through_the_rounding(folders: dict[str, Path]) -> None:
-    """Of the merged weights as they are rounded, in float64; and as near to those as an unaligned model's."""
+    """Compare with gradients of the rounded merged weights in float64. Errors are like an unaligned model's."""
     model = adapt(folders["llama"], torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,9 +186,9 @@ def test_frozen_weights_get_no_gradient_and_unalign_undoes_all(folders: dict[str
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(lora_dropout=0.1), "lora_dropout: expected none of an adapter, found 0.1"),
-        (dict(bias="all"), "bias: expected none of an adapter, found 'all'"),
-        (dict(use_dora=True), "use_dora: expected none of an adapter, found True"),
+        (dict(lora_dropout=0.1), "lora_dropout: expected none for an adapter, found 0.1"),
+        (dict(bias="all"), "bias: expected none for an adapter, found 'all'"),
+        (dict(use_dora=True), "use_dora: expected none for an adapter, found True"),
         (dict(target_modules=["embed_tokens"]), "expected LoRA of a linear layer, .* found peft.*Embedding"),
         (dict(target_parameters=["mlp.gate_proj.weight"], target_modules=[]), "target_parameters: expected none"),
         (dict(trainable_token_indices=[1]), "trainable_token_indices: expected none"),
@@ -201,7 +201,7 @@ def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], confi
 
 
 def test_adapters_in_a_model_that_is_not_one_of_peft_are_refused_too(folders: dict[str, Path]) -> None:
-    """As PEFT injects them, by whose function transformers itself adds adapters."""
+    """PEFT can inject adapters without its own wrapper; transformers adds adapters with the same function."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]), model)
     with pytest.raises(AlignmentError, match="model.embed_tokens: expected LoRA of a linear .* peft.*Embedding"):
@@ -214,28 +214,28 @@ def test_an_adapter_around_another_is_refused(folders: dict[str, Path]) -> None:
         align(model)
 
 
-def test_a_head_of_its_own_is_refused_where_it_is_tied(folders: dict[str, Path]) -> None:
+def test_a_separate_head_is_refused_if_the_config_ties_it(folders: dict[str, Path]) -> None:
     configs: list[dict[str, Any]] = [dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])]
     for config in configs:
-        with pytest.raises(AlignmentError, match="lm_head: expected the embedding's own weights"):
+        with pytest.raises(AlignmentError, match="lm_head: expected the embedding's weights"):
             align(adapt(folders["qwen3"], **config))
 
 
-def test_what_changes_after_align_is_refused_too(folders: dict[str, Path]) -> None:
+def test_unsupported_changes_after_align_are_refused(folders: dict[str, Path]) -> None:
     model = adapt(folders["qwen2"])
     align(model)
     model.merge_adapter()
-    with pytest.raises(AlignmentError, match="expected one that is not merged"):
+    with pytest.raises(AlignmentError, match="expected an unmerged adapter"):
         token_log_probs(model, IDS)
     model.unmerge_adapter()
     model.add_adapter("other", LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM"))
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(AlignmentError, match="expected one that is active, found default, other"):
+    with pytest.raises(AlignmentError, match="expected one active adapter, found default, other"):
         token_log_probs(model, IDS)
     norms = get_peft_model(plain(folders["qwen2"], torch.float32), LNTuningConfig(target_modules=["input_layernorm"]))
     with pytest.raises(AlignmentError, match="expected LoRA of a linear layer, .* found peft.*LNTuningLayer"):
         token_log_probs(norms, IDS)
-    with pytest.raises(AlignmentError, match="found LlamaForCausalLM; its weights are as they are"):
+    with pytest.raises(AlignmentError, match="found LlamaForCausalLM; use its weights unchanged"):
         merged_weights(AutoModelForCausalLM.from_pretrained(folders["llama"]), torch.float32)
 
 
@@ -254,8 +254,8 @@ def test_a_head_that_was_adapted_since_can_be_aligned_again(folders: dict[str, P
     assert same_bits(log_probs(model, False), log_probs(merged, False))
 
 
-def test_the_merge_is_seen(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge that rounds otherwise shows in the log-probs."""
+def test_a_different_merge_changes_log_probs(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge with different results changes the log-probs."""
     model = adapt(folders["llama"])
     align(model, "reference")
     found, merge = log_probs(model, True), reference.merge

@@ -1,4 +1,4 @@
-"""What `kernels/contract.py` promises, bit by bit: every op, backend and dtype, every way of sharing a call."""
+"""The promises of `kernels/contract.py`, to the bit: every op, backend and dtype, and every way of sharing a call."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ROWS = 100
 
 @dataclass(frozen=True)
 class RowOp:
-    """An op with its weights: `compute` takes tensors of rows and gives one result, or several, for each row."""
+    """An op with its weights: `compute` takes tensors of rows and returns one or several results for each row."""
 
     compute: Callable[..., Tensor | tuple[Tensor, ...]]
     rows: tuple[Tensor, ...]
 
     @cached_property
     def together(self) -> tuple[Tensor, ...]:
-        """The results of all rows in one call."""
+        """Return the results of all rows in one call."""
         return self(*self.rows)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class RowOp:
         return results
 
     def check(self, batch: Tensor, expected: tuple[Tensor, ...], case: str) -> None:
-        """Computes only the rows `batch`, and compares with those of all rows."""
+        """Compute only the rows `batch`, and compare with the results of all rows."""
         for found, all_rows in zip(self(*(x[batch] for x in self.rows)), expected, strict=True):
             assert same_bits(found, all_rows[batch]), case
 
@@ -87,7 +87,7 @@ def project_back_bias(n: int, k: int, served: Served) -> RowOp:
 
 
 def router_logits(spec: ExpertsSpec, dtype: torch.dtype, rows: int = ROWS) -> Tensor:
-    """Rounded, so that rows hold many ties."""
+    """Return rounded logits, so that rows have many ties."""
     return ((randn(rows, spec.num_experts, seed=6) * 4).round() / 4).to(dtype)
 
 
@@ -137,7 +137,7 @@ def qkv(spec: LayerSpec, served: Served) -> RowOp:
 
 
 def layers(spec: LayerSpec, served: Served) -> RowOp:
-    """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
+    """Each row is the second token of a sequence with its first token in the caches of both layers."""
     mixer, hidden = attention_of(spec), hidden_size([spec])
     shape = (ROWS, 2, mixer.num_kv_heads, mixer.head_dim)
     run = served.ops.new_layers(make_layers(served, spec, spec))
@@ -155,7 +155,7 @@ def layers(spec: LayerSpec, served: Served) -> RowOp:
 
 
 def own_blocks() -> Tensor:
-    """For each row a place in a block of 2 that no other row uses, so that the block is the row's result."""
+    """Return for each row a place in a block of 2 that no other row uses, so that the block is the row's result."""
     return torch.arange(ROWS - 1, -1, -1) * 2 + 1
 
 
@@ -198,7 +198,7 @@ def some_positions(rows: int) -> Tensor:
 
 
 def next_tokens(vocab_size: int, rows: int, k: int | None, served: Served) -> RowOp:
-    """Rows that sample, take the best token, and score a given one; log-probs both raw and over the temperature."""
+    """Rows that sample, take the best token, or score a given one; log-probs are raw or at the temperature."""
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     inputs = (
         randn(rows, 33, dtype=served.dtype),
@@ -224,7 +224,7 @@ def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:
 
 
 def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
-    """Rows with ties, of which every third has lost most of its tokens to a filter."""
+    """Rows with ties. In every third row a filter dropped most tokens."""
     logits = (randn(rows, vocab_size) * 8).round() / 4
     logits[::3] = logits[::3].where(logits[::3] >= logits[::3].amax(1, keepdim=True).clamp(max=3), -torch.inf)
     return RowOp(
@@ -235,7 +235,7 @@ def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
 
 def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
     inputs = (
-        (randn(rows, vocab_size) * 8).round() / 4,  # rounded, so that rows hold many ties
+        (randn(rows, vocab_size) * 8).round() / 4,  # rounded, so that rows have many ties
         torch.tensor([-1, 1, 40] * rows)[:rows],
         torch.tensor([1.0, 0.9, 0.3, 1e-9] * rows)[:rows],
         torch.tensor([0.0, 0.05] * rows)[:rows],
@@ -301,7 +301,8 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 }
 
 
-# What an interpreter is quick enough for: each op in one dtype, with this many rows. `layers` only calls the others.
+# The ops that an interpreter is fast enough for: each in one dtype, with this many rows. `layers` only calls the
+# others.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
     *(
@@ -319,11 +320,11 @@ INTERPRETED = (
 
 
 SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms"}
-"""Of those, what is left to `make test-all`: they take seconds, and differ least from others."""
+"""The INTERPRETED ops that are left to `make test-all`: they take seconds, and add the least coverage."""
 
 
 def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Callable[[Served], RowOp]]:
-    """The ops to test. Those without a dtype are tested once, and not with tiles, which take no part in them."""
+    """Return the ops to test. Ops without a dtype are tested once, and not with tiles, which do not affect them."""
     once = dtype == implementation.dtypes[0] and not implementation.emulated
     if implementation.interpreted:
         return {name: (TYPED_OPS | FLOAT32_OPS)[name] for name in INTERPRETED} if once else {}
@@ -336,7 +337,7 @@ CASES = [
     for name, make in cases(*served).items()
 ]
 every_op = pytest.mark.parametrize("row_op", CASES, indirect=True, scope="module")
-"""Of module scope, so that each op is made once and its tests come one after the other."""
+"""Parametrizes tests in module scope, so that each op is made once and its tests run one after the other."""
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +350,7 @@ def row_op(request: pytest.FixtureRequest) -> Iterator[RowOp]:
 
 
 def batches(rows: int) -> list[Tensor]:
-    """Single rows, batches of many sizes from several places, all rows in another order, one row at every place."""
+    """Return batches: single rows, many sizes from several places, all rows in another order, a row at every place."""
     sizes = [size for size in (2, 3, 7, 12, 13, 31, 33, 65, 95, 96, 97) if size < rows]
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(order, torch.arange(rows))
@@ -393,7 +394,7 @@ def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, 
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same values one element further on."""
+    """Return the same values, one element further on in memory."""
     further = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     assert further.data_ptr() % 64 != x.data_ptr() % 64
     return further
@@ -413,7 +414,7 @@ def test_a_product_does_not_depend_on_the_number_of_rows(quick: Served, threads:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_experts_do_not_depend_on_the_number_of_rows(mixing: Served, threads: int, two_threads: None) -> None:
-    """Native kernels take so many rows at a time, and cut those of an expert that has many."""
+    """Native kernels process a limited number of rows at a time, and split an expert with many rows."""
     torch.set_num_threads(threads)
     spec = ExpertsSpec(num_experts=6, top_k=2, intermediate_size=16)
     weights, x = make_experts(mixing, spec, 32), randn(1000, 32, dtype=mixing.dtype)
@@ -456,7 +457,7 @@ def test_equal_scores_choose_the_lower_expert(mixing: Served) -> None:
 
 
 HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256), (2, 1, 512), (50, 1, 48)]
-# Windows around the length of a split, and caps.
+# Windows around the length of a split, and soft caps.
 ATTENTION = [dict(window=window) for window in (1, 31, KV_SPLIT, KV_SPLIT + 1, 200)] + [dict(soft_cap=3.0)]
 ATTENTION += [dict(window=140, soft_cap=3.0), dict(sinks=True), dict(window=31, soft_cap=3.0, sinks=True)]
 
@@ -496,8 +497,9 @@ def test_attention_does_not_depend_on_block_size(
 
 
 def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) -> None:
-    """Native kernels give the splits of a sequence to different threads, and join those that several sequences share
-    into one task only if all threads have enough of these."""
+    """Native kernels distribute the splits of a sequence among threads. Splits that several sequences share become one
+    task only if all threads have enough of these tasks.
+    """
     paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2, sinks=True)
     last = [(i, 999, 1000) for i in range(8)]
     for chunks in ([(0, 999, 1000)], [(0, 990, 1000), (1, 0, 200)], [(0, 0, 1000)], last):
@@ -519,8 +521,8 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
     "block_size,window", [(2, None), (16, None), (24, None), (256, None), (16, 60), (16, 200), (24, 299)]
 )
 @thinned(lambda quick, block_size, window: block_size == 16 or not quick[0].emulated)
-def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_size: int, window: int | None) -> None:
-    """Native kernels read the blocks that neighbours share once for all of them."""
+def test_attention_does_not_depend_on_block_sharing(quick: Served, block_size: int, window: int | None) -> None:
+    """Native kernels read the blocks that neighbouring sequences share once for all of them."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
     paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size, window=window)
     shared = 256 // block_size
@@ -556,8 +558,8 @@ def test_attention_never_reads_what_others_left_behind(quick: Served) -> None:
 
 
 @pytest.mark.parametrize("window,block_size", [(1, 16), (31, 2), (32, 24), (KV_SPLIT, 16), (180, 16)])
-def test_what_stands_behind_the_window_of_a_chunk_is_never_seen(quick: Served, window: int, block_size: int) -> None:
-    """Its blocks may hold another sequence's tokens by then."""
+def test_tokens_behind_the_window_of_a_chunk_are_never_seen(quick: Served, window: int, block_size: int) -> None:
+    """The blocks behind the window may hold another sequence's tokens by then."""
     for start, end in ((299, 300), (270, 300), (200, 300), (255, 257)):
         paged = Paged(quick, [300], block_size=block_size, window=window)
         expected = paged.attend([(0, start, end)])[0]
@@ -573,7 +575,7 @@ def test_what_stands_behind_the_window_of_a_chunk_is_never_seen(quick: Served, w
 
 
 @pytest.mark.parametrize("window", [1, 40, KV_SPLIT, 150])
-def test_attention_passes_on_what_is_no_number_within_a_window_only(quick: Served, window: int) -> None:
+def test_nan_reaches_only_queries_with_the_token_in_their_window(quick: Served, window: int) -> None:
     paged = Paged(quick, [300], window=window)
     before = paged.whole(0)
     for place, side in itertools.product((0, 100, 127, 128), "kv"):
@@ -598,7 +600,7 @@ def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(quick: 
 
 
 def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
-    """Otherwise a prompt's cached blocks would hold other values if a token after them makes the model overflow."""
+    """Otherwise a prompt's cached blocks would hold other values if a later token makes the model overflow."""
     paged = Paged(quick, [200])
     before = paged.whole(0)
     for value in (1.0, torch.inf, torch.nan):
@@ -611,7 +613,7 @@ def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) ->
 
 
 def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
-    """Tokens 14 and 15 have values that underflow to -0.0 when they are weighed; later ones are not seen."""
+    """The weighted values of tokens 14 and 15 underflow to -0.0; they see no later tokens."""
     paged = Paged(quick, [48], heads=1, kv_heads=1)
     for x, value in ((paged.q, 8.0), (paged.k, 0.0), (paged.v, 0.0)):
         x[0].zero_()[..., 0] = value
@@ -625,7 +627,7 @@ def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: S
 
 
 def test_the_contract_tests_can_fail(served: Served) -> None:
-    """A linear whose order of accumulation follows the number of rows is caught."""
+    """A linear with an order of accumulation that depends on the number of rows is caught."""
     matrix = randn(64, 576, dtype=served.dtype, seed=1)
     whole, left, right = (stored(served.ops, part) for part in (matrix, matrix[:, :288], matrix[:, 288:]))
 

@@ -1,4 +1,4 @@
-"""Releases of transformers and PEFT that did not exist when trueroll was written: what they add is refused by name."""
+"""Releases of transformers and PEFT that are newer than trueroll: their additions are refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_forward_pass_with_one_more_argument_is_refused(
     monkeypatch.setattr(original, "forward", forward)
     with pytest.raises(AlignmentError, match=TRANSFORMERS) as refused:
         align(model, "reference")
-    assert f"{name}.forward takes sharpness, whose meaning trueroll does not know" in str(refused.value)
+    assert f"{name}.forward takes sharpness, which trueroll does not know" in str(refused.value)
 
 
 @pytest.mark.parametrize("argument", ["past_key_values", "cache"])
@@ -83,7 +83,7 @@ def test_an_argument_that_is_not_known_is_refused(folder: Path, call: dict[str, 
             called(IDS, **call)
 
 
-def test_what_asks_for_nothing_is_served(folder: Path) -> None:
+def test_arguments_that_request_nothing_are_served(folder: Path) -> None:
     model = load(folder, is_aligned=True)
     positions = torch.arange(10).repeat(2, 1)
     neutral = dict(use_cache=True, output_attentions=False, is_causal=True, past_key_values=None, sharpness=None)
@@ -135,7 +135,7 @@ def test_a_rotation_with_one_more_argument_is_refused(monkeypatch: pytest.Monkey
 
 
 def llama_config(**others: Any) -> dict[str, Any]:
-    """The content of a config.json."""
+    """Return the content of a config.json."""
     sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     return dict(architectures=["LlamaForCausalLM"], max_position_embeddings=256, **sizes, **others)
 
@@ -169,7 +169,7 @@ def test_a_layer_of_peft_without_what_is_read_is_refused(folder: Path, name: str
 
 
 class _Without(nn.Module):
-    """A module that does not have the attribute `hidden`."""
+    """A module that lacks the attribute `hidden`."""
 
     hidden = ""
 

@@ -1,4 +1,4 @@
-"""What is asked of the ops here is asked of them on a GPU as well, by tests/gpu."""
+"""The checks of ops here also run on a GPU, in tests/gpu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ..gpu import test_ops as on_a_gpu
 from . import test_accuracy, test_contract, test_joined_ops, test_recurrence
 
-# A GPU has none of them.
+# These do not apply to a GPU.
 ABOUT_THREADS = {"test_attention_does_not_depend_on_threads"}
 WITH_CASES_OF_ITS_OWN = {"test_attention_does_not_depend_on_chunks_or_company"}
 
@@ -35,7 +35,7 @@ def test_every_check_of_ops_runs_on_a_gpu(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("check", [*on_a_gpu.ROW_CHECKS, *on_a_gpu.OTHER_CHECKS], ids=on_a_gpu.name_of)
-def test_what_a_check_asks_for_is_given_on_a_gpu(check: Callable[..., None]) -> None:
+def test_gpu_checks_get_all_arguments(check: Callable[..., None]) -> None:
     signature(check).bind("ops of one dtype")
 
 
@@ -46,7 +46,7 @@ def test_what_a_check_asks_for_is_given_on_a_gpu(check: Callable[..., None]) -> 
         (test_accuracy, ["test_attention", "test_attention_with_window_and_soft_cap"]),
     ],
 )
-def test_a_check_with_cases_of_its_own_takes_what_it_is_given(module: ModuleType, names: list[str]) -> None:
+def test_checks_with_their_own_cases_take_the_given_arguments(module: ModuleType, names: list[str]) -> None:
     for name in names:
         assert list(signature(getattr(on_a_gpu, name)).parameters) == list(signature(getattr(module, name)).parameters)
 

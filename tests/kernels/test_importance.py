@@ -1,4 +1,4 @@
-"""Importance weights and diagnostics against closed forms: what two known distributions give, enumerated exactly."""
+"""Importance weights and diagnostics against closed forms: two known distributions, enumerated exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from trueroll.errors import AlignmentError
 from trueroll.kernels.importance import Diagnostics, Level, diagnose, log_ratios, masked_weights, truncated_weights
 
-# Rollout and trainer: over three tokens, and the second token depends on the first one.
+# Rollout and trainer: distributions over three tokens. The second token depends on the first.
 Q = torch.tensor([4, 3, 1], dtype=torch.float64) / 8
 P = torch.tensor([1, 5, 2], dtype=torch.float64) / 8
 Q2 = torch.tensor([[4, 3, 1], [2, 2, 4], [1, 6, 1]], dtype=torch.float64) / 8
@@ -28,13 +28,13 @@ WEIGHTS: list[Callable[..., Tensor]] = [
 
 
 def drawn() -> Tensor:
-    """Eight tokens, each as often as `Q` has it: a mean over them is the expectation under `Q`."""
+    """Return eight tokens, each as often as its probability in `Q`: a mean over them is the expectation under `Q`."""
     return torch.arange(3).repeat_interleave((Q * 8).long())
 
 
 def pairs() -> tuple[Tensor, Tensor, Tensor]:
-    """All sequences of two tokens, [9, 2]: their log-probs in the trainer and in the rollout, and how probable
-    the rollout makes each sequence, [9].
+    """Return all sequences of two tokens, [9, 2]: their log-probs in the trainer and in the rollout, and the
+    probability of each sequence in the rollout, [9].
     """
     first, second = torch.tensor([*product(range(3), repeat=2)]).T
     log_p, log_q = (torch.stack([one[first], two[first, second]], 1).log() for one, two in ((P, P2), (Q, Q2)))
@@ -42,7 +42,9 @@ def pairs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ragged() -> tuple[Tensor, Tensor, Tensor]:
-    """float32 log-probs of trainer and rollout, [3, 40], and a mask with gaps, whose second row has no token."""
+    """Return float32 log-probs of trainer and rollout, [3, 40], and a mask with gaps that has no token in its second
+    row.
+    """
     generator = torch.Generator().manual_seed(0)
     sampled = -3 * torch.rand(3, 40, generator=generator)
     log_probs = sampled + 0.3 * torch.randn(3, 40, generator=generator)
@@ -56,14 +58,14 @@ def test_the_estimators_have_the_expectations_that_they_estimate() -> None:
     kl = (Q * (Q / P).log()).sum().item()
     assert found.k1 == pytest.approx(kl, rel=1e-14) and found.k3 == pytest.approx(kl, rel=1e-14)
     assert found.k2 == pytest.approx((Q * (P / Q).log().square() / 2).sum().item(), rel=1e-14)
-    assert abs(found.k2 - kl) > 0.01  # it is biased
+    assert abs(found.k2 - kl) > 0.01  # k2 is biased
     perplexities = [torch.exp(-(Q * policy.log()).sum()).item() for policy in (P, Q)]
     assert found.perplexity_gap == pytest.approx(perplexities[0] - perplexities[1], rel=1e-13)
     assert found.clipped_share == 0.0 and found.largest_ratio == pytest.approx(2.0, rel=1e-15)
 
 
 def test_a_small_difference_is_not_lost_to_rounding() -> None:
-    """What float32 would make of k3 and of the gap is noise, or 0."""
+    """In float32, k3 and the perplexity gap would be noise, or 0."""
     sampled, delta = torch.tensor([-1.5, -2.0]), 2.0**-22
     found = diagnose(sampled + torch.tensor([delta, -delta]), sampled, high=2.0)
     assert found.k1 == 0.0 and found.k2 == delta**2 / 2
@@ -91,14 +93,14 @@ def test_masked_weights_leave_out_what_lies_beyond_the_bounds() -> None:
         assert shares == (Q * (1 - torch.tensor(expected))).sum().item()
 
 
-def test_bounds_belong_to_what_is_kept() -> None:
+def test_ratios_at_the_bounds_are_kept() -> None:
     zero = torch.zeros(3)
     weights = masked_weights(zero, zero, low=1.0, high=1.0)
     assert weights.tolist() == [1.0] * 3 and diagnose(zero, zero, low=1.0, high=1.0).clipped_share == 0.0
 
 
 def test_weights_of_sequences_are_unbiased_and_those_of_tokens_are_not() -> None:
-    """Of any function of a sequence: its mean under the rollout, weighted, is its mean under the trainer."""
+    """For any function of a sequence, its weighted mean under the rollout is its mean under the trainer."""
     log_p, log_q, probability = pairs()
     value = torch.arange(9.0, dtype=torch.float64).square()
     expected = (log_p.sum(1).exp() * value).sum().item()
@@ -141,11 +143,11 @@ def test_neither_padding_nor_packing_changes_a_bit(weigh: Callable[..., Tensor],
     packed = [x.flatten() for x in (log_probs, sampled, mask)]
     assert torch.equal(weigh(*packed, lengths=[40, 40, 40], level=level), padded.flatten())
 
-    # The tokens of the mask alone, as a trainer has them that takes [mask] of everything.
+    # Only the tokens of the mask, as in a trainer that indexes everything with [mask].
     compact = weigh(log_probs[mask], sampled[mask], lengths=mask.sum(1).tolist(), level=level)
     assert torch.equal(compact, padded[mask])
 
-    if level != "token":  # the premise: sequences do not get each other's ratio
+    if level != "token":  # the premise: sequences have different ratios
         assert not torch.equal(compact, weigh(log_probs[mask], sampled[mask], lengths=[len(compact)], level=level))
     rows = [weigh(*(x[row : row + 1] for x in (log_probs, sampled, mask)), level=level) for row in (0, 2)]
     assert torch.equal(torch.cat(rows), padded[[0, 2]])
@@ -169,12 +171,12 @@ def test_equal_log_probs_have_weights_of_exactly_1(level: Level) -> None:
     for weigh in WEIGHTS:
         assert torch.equal(weigh(sampled, sampled, mask, level=level), mask.float())
     found = diagnose(sampled, sampled, mask, level=level, low=1.0, high=1.0)
-    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # and no -0.0
+    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # repr tells -0.0 from 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_finite_however_far_apart_the_policies_are(dtype: torch.dtype) -> None:
-    """Ratios of e^±100 leave float32, and products of them float64."""
+    """Ratios of e^±100 exceed float32, and products of them exceed float64."""
     sampled = torch.tensor([[-100.0] * 20, [0.0] * 20], dtype=dtype)
     log_probs = sampled.flip(0)
     assert torch.equal(
@@ -205,7 +207,7 @@ def test_no_gradient_flows_through_weights(weigh: Callable[..., Tensor], level: 
     assert not weigh(sampled, log_probs, mask, level=level).requires_grad
 
 
-def test_what_the_mask_leaves_out_is_not_read() -> None:
+def test_values_outside_the_mask_are_not_read() -> None:
     log_probs, sampled, mask = ragged()
     for level in LEVELS:
         expected = [weigh(log_probs, sampled, mask, level=level) for weigh in WEIGHTS]
@@ -245,7 +247,7 @@ def test_a_mask_without_a_token_is_an_error(call: Callable[..., Any]) -> None:
         (dict(high=math.nan), "high: .* found nan"),
     ],
 )
-def test_what_does_not_fit_is_an_error(changes: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_errors(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = dict(log_probs=torch.zeros(2, 4), sampled=torch.zeros(2, 4), high=2.0)
     for call in (masked_weights, diagnose):
         with pytest.raises(AlignmentError, match=message):

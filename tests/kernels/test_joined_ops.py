@@ -1,4 +1,4 @@
-"""An op that joins several steps gives the bits of those steps one by one, on the same backend."""
+"""An op that joins several steps gives the bits of the separate steps, on the same backend."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_project_back(served: Served, n: int, k: int) -> None:
     assert same_bits(served.ops.project_back(x, weight), product)
     assert same_bits(served.ops.project_back(x, weight, residual), product + residual)
     if served.ops is not reference:
-        with pytest.raises(ConfigError, match=r"this backend computes 1 piece \(got 4\); use the backend reference"):
+        with pytest.raises(ConfigError, match=r"this backend supports 1 piece \(got 4\); use the backend reference"):
             served.ops.project_back(x, weight, residual, pieces=4)
 
 
@@ -177,7 +177,7 @@ def test_experts(mixing: Served, name: str, has_shared: bool) -> None:
 
 
 def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor) -> Tensor:
-    """What one expert makes of each row, float32 [M, H], by the ops of an MLP."""
+    """Return one expert's output for each row, float32 [M, H], computed with the ops of an MLP."""
     rows, count = [], spec.num_experts
     gate_up, down = (weight.to_dense().unflatten(0, (count, -1)) for weight in (weights.gate_up, weights.down))
     for row, expert in zip(x.split(1), experts.tolist(), strict=True):
@@ -190,7 +190,7 @@ def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeigh
 
 
 def summed(terms: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """float32 terms [k, M, H] one after the other, then `shared`, rounded."""
+    """Add float32 terms [k, M, H] one after the other, then `shared`, and round."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -199,8 +199,9 @@ def summed(terms: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """Layers with caches of their own, and rows for them: the end of a prompt, two decodes that begin with the same 128
-    tokens, the only token of a prompt."""
+    """Layers with their own caches, and rows for them: the end of a prompt, two decodes that begin with the same 128
+    tokens, and the only token of a prompt.
+    """
 
     layers: Sequence[Layer]
     x: Tensor
@@ -209,7 +210,7 @@ class Step:
     pages: Sequence[Pages]
 
     def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states after the layers, and what their caches hold then."""
+        """Return the hidden states after the layers, and the contents of their caches."""
         caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
         out = compute(self.x, self.layers, self.rotations, caches, self.pages)
         return out, [cache for pair in caches for cache in pair]
@@ -232,7 +233,7 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
 
 
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
-    """Every op by itself, in the order of the definition."""
+    """Run every op by itself, in the order of the definition."""
     rotations, kv_caches, pages = rest
     for layer, (k_cache, v_cache), (slots, batch) in zip(layers, kv_caches, pages, strict=True):
         spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
@@ -271,8 +272,9 @@ GATED = layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_g
 
 @dataclass(frozen=True)
 class HybridStep:
-    """Delta nets and attentions that take turns, and rows for them as in `Step`: two sequences begin, the others go on
-    from states that differ, one of them from a slot that it leaves as it is."""
+    """Alternating delta nets and attentions, and rows for them as in `Step`. Two sequences begin; the others continue
+    from different states, one of them from a slot that it leaves unchanged.
+    """
 
     step: Step
     states: StateBatch
@@ -301,7 +303,7 @@ class HybridStep:
 
 
 def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: bool) -> LayerSpec:
-    """A layer with a delta net. `sizes`: key heads, value heads, their dimensions, the convolution's kernel."""
+    """Return a layer with a delta net. `sizes`: key heads, value heads, their dimensions, the convolution's kernel."""
     return LayerSpec(DeltaNetSpec(*sizes, norm=NORM, joined=joined), MlpSpec(77), norm, **norms)
 
 
@@ -325,7 +327,7 @@ def test_hybrid_layers(quick: Served, name: str) -> None:
 
     assert same_bits(found, expected) and same_bits(hybrid.step.x, x)
     for memory, before, after in zip(memories, itertools.chain(*hybrid.step.caches), expected_memories, strict=True):
-        assert not same_bits(memory, before) or memory.numel() == 0, "every layer remembers"
+        assert not same_bits(memory, before) or memory.numel() == 0, "every layer updates its memory"
         assert same_bits(memory, after)
 
 
@@ -391,7 +393,7 @@ def test_each_layer_has_its_caches(quick: Served) -> None:
 
 @pytest.mark.parametrize("specs", [[layer_spec(window=37), layer_spec()] * 2, [layer_spec()] * 4], ids=["windows", ""])
 def test_layers_with_pages_of_their_own(quick: Served, specs: list[LayerSpec]) -> None:
-    """Every other layer has the same blocks in another order; its table names none behind its window."""
+    """Every other layer has the same blocks in another order; its table names no blocks behind its window."""
     step = make_step(quick, *specs)
     order = torch.randperm(len(step.caches[0][0]), generator=torch.Generator().manual_seed(1))
     (slots, batch), window = step.pages[0], attention_of(specs[0]).window
@@ -467,7 +469,7 @@ def test_next_token_statistics(served: Served, vocab_size: int) -> None:
 
 
 def test_next_token_statistics_lists_equal_logits_by_their_ids(quick: Served, two_threads: None) -> None:
-    """Several threads find a row's best tokens; which of them comes first must not matter."""
+    """Several threads find a row's best tokens. Their order must not matter."""
     third = randn(700, 32, dtype=quick.dtype, seed=1)
     weight, hidden = stored(quick.ops, third.repeat(3, 1)), randn(ROWS, 32, dtype=quick.dtype)
     asked = dataclasses.replace(wanted(torch.full((ROWS,), GREEDY)), raw=torch.zeros(ROWS, dtype=torch.bool))
@@ -500,7 +502,7 @@ def test_several_draws_may_read_one_hidden_state(served: Served) -> None:
 
 
 def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
-    """Ids that different lanes, panels and chunks of the native kernels hold."""
+    """The ids are in different lanes, panels and chunks of the native kernels."""
     rows = randn(1500, 64, dtype=served.dtype, seed=1)
     groups = [[3, 4, 19, 600, 1499], [15, 16], [511, 512], [1023, 1040], [40, 1400]]
     hidden = torch.stack([rows[group[0]] for group in groups])
@@ -516,9 +518,9 @@ def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
 
 
 def test_next_tokens_takes_the_first_of_infinite_logits(quick: Served, two_threads: None) -> None:
-    """Several threads look for a row's best token; which of them comes first must not matter."""
+    """Several threads look for a row's best token. Their order must not matter."""
     rows = randn(528, 32, dtype=quick.dtype, seed=1)
-    rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second is short and soon done
+    rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second is short and finishes early
     weight, hidden = stored(quick.ops, rows), randn(ROWS, 32, dtype=quick.dtype)
     hidden[:, 0] = 1.0
     assert quick.ops.lm_head(hidden, weight).isposinf().sum(1).eq(2).all()
@@ -530,7 +532,7 @@ def test_next_tokens_takes_the_first_of_infinite_logits(quick: Served, two_threa
 
 
 def test_next_tokens_never_passes_off_a_row_with_nan(served: Served) -> None:
-    """The log-prob of such a row is no number: the row has to say so, whatever its token."""
+    """The log-prob of such a row is NaN, and the row must be reported as not finite, for any token."""
     for vocab_size, broken in ((40, 7), (1001, 0), (1001, 600), (1001, 1000)):
         rows = randn(vocab_size, 33, dtype=served.dtype, seed=1)
         rows[broken] = torch.nan

@@ -1,4 +1,4 @@
-"""The limits of test_accuracy.py, on the inputs of its tests: the arithmetic of a GPU passes, wrong kernels do not."""
+"""The limits of test_accuracy.py, on its inputs: the arithmetic of a GPU passes, wrong kernels do not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(dtype: torch.dtype, lm_head: Callable[[Tensor, Tensor], Tensor]) -> S
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n,k", accuracy.PRODUCTS)
 def test_products_of_tensor_cores_pass(n: int, k: int, dtype: torch.dtype, core: TensorCore) -> None:
-    """In one chain, which errs most."""
+    """The products are summed in one chain, which has the largest errors."""
     accuracy.test_lm_head(served(dtype, lambda x, weight: multiply(core, x, weight, k)), n, k)
 
 
@@ -58,7 +58,9 @@ def test_wrong_products_are_refused(n: int, k: int, dtype: torch.dtype, wrong: s
 
 
 def log_probs_of_a_gpu(logits: Tensor, ids: Tensor) -> Tensor:
-    """With exponentials and logarithms as far from exact as CUDA allows fast ones to be, always in one direction."""
+    """Compute log-probs with the least accurate fast exponentials and logarithms that CUDA allows, all wrong in one
+    direction.
+    """
     distance = logits - logits.amax(-1, keepdim=True)
     weights = torch.exp2(distance * torch.tensor(math.log2(math.e))) * (1 + 2.0**-22)
     logarithm = weights.sum(-1).log2() * (1 + 2.0**-22) * torch.tensor(math.log(2))
@@ -66,7 +68,7 @@ def log_probs_of_a_gpu(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def log_probs_with(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """In float64, but for what is done with the exponentials."""
+    """Return log-probs in float64, with a change of the exponentials."""
 
     def compute(logits: Tensor, ids: Tensor) -> Tensor:
         distance = logits.double() - logits.double().amax(-1, keepdim=True)

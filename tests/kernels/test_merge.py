@@ -1,4 +1,4 @@
-"""Weights with an adapter in them: the same bits by every backend, and gradients as if the product were exact."""
+"""Weights with merged adapters: the same bits on every backend, and gradients as if the product were exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trueroll.kernels.autograd import GradientOps
 from .backends import Served
 from .inputs import randn, same_bits
 
-SCALE = 1.7  # is rounded to float32
+SCALE = 1.7  # rounded to float32 by merge
 
 # Rows, columns and rank: more than a tile of the reference, whole vectors, tails, a single element.
 SIZES = [(300, 257, 5), (16, 64, 16), (7, 33, 1), (1, 1, 3)]
@@ -48,8 +48,8 @@ def test_rows_do_not_depend_on_the_others_and_layouts_change_nothing(served: Ser
     assert same_bits(served.ops.merge(*turned, scale=SCALE), found)
 
 
-def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
-    """A machine's own conversion to bfloat16 would take denormal numbers for zero."""
+def test_denormal_numbers_nan_and_infinity(served: Served) -> None:
+    """A machine's own conversion to bfloat16 would treat denormal numbers as zero."""
     weight, a, b = matrices(20, 40, 2, served.dtype)
     smallest = torch.finfo(served.dtype).smallest_normal
     weight[0], b[0] = smallest / 4, 0.0
@@ -64,7 +64,7 @@ def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_stored_is_what_merge_gives(served: Served, size: tuple[int, int, int]) -> None:
+def test_merge_into_stores_the_result_of_merge(served: Served, size: tuple[int, int, int]) -> None:
     weight, a, b = matrices(*size, served.dtype)
     out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     assert served.ops.merge_into(out, weight, a, b, SCALE)
@@ -73,7 +73,7 @@ def test_what_is_stored_is_what_merge_gives(served: Served, size: tuple[int, int
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
-def test_one_value_that_is_not_finite_is_told(served: Served, value: float) -> None:
+def test_a_single_non_finite_value_is_reported(served: Served, value: float) -> None:
     weight, a, b = matrices(37, 50, 3, served.dtype)
     out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     for row, column in ((0, 0), (36, 49), (16, 31)):
@@ -87,8 +87,8 @@ def test_one_value_that_is_not_finite_is_told(served: Served, value: float) -> N
     )
 
 
-def test_weights_are_merged_beside_other_ops(served: Served) -> None:
-    """Others compute meanwhile, as a worker generates while it takes a push."""
+def test_weights_are_merged_while_other_ops_run(served: Served) -> None:
+    """Other threads compute at the same time, as a worker generates while it receives a push."""
     weight, a, b = matrices(700, 300, 16, served.dtype)
     out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     served.ops.merge_into(out, weight, a, b, SCALE)

@@ -1,4 +1,4 @@
-"""Settings of the process that a trainer may change do not reach the native kernels, and `reference` names them."""
+"""Process settings that a trainer may change do not affect the native kernels, and `reference` names them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_logits_and_log_probs_are_float32_whatever_the_default_dtype(served: Ser
 
 
 def test_reference_names_the_precision_of_products_that_torch_is_set_to() -> None:
-    """torch multiplies float32 in it, in other bits than a worker's."""
+    """torch multiplies float32 in this precision, with other bits than a worker's."""
     exact = reference.instruction_set()
     torch.set_float32_matmul_precision("medium")
     try:

@@ -1,4 +1,4 @@
-"""Gated delta nets: convolution and recurrence against float64; going on from any state and tail, bit by bit."""
+"""Gated delta nets: convolution and recurrence against float64, and continuation from any state and tail to the bit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CASES = [
 
 @dataclass(frozen=True)
 class Recurrent(Served):
-    """An implementation, with a delta net. `most`: tokens of a long sequence."""
+    """An implementation with a delta net. `most`: tokens of a long sequence."""
 
     spec: DeltaNetSpec
     most: int
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Of some sequences."""
+        """Lengths of some sequences."""
         return self.most // 5, 1, self.most * 3 // 20, self.most * 9 // 20
 
 
@@ -53,7 +53,7 @@ def recurrent(request: pytest.FixtureRequest) -> Iterator[Recurrent]:
 
 @dataclass(frozen=True)
 class Memory:
-    """States and tails of which each slot holds NaN at first."""
+    """States and tails. Each slot holds NaN at first."""
 
     states: Tensor
     tails: Tensor
@@ -87,7 +87,7 @@ class Sequences:
         return cls(recurrent, make_weights(spec, dtype), inputs)
 
     def run(self, memory: Memory, chunks: Sequence[Chunk], reads: Sequence[int], writes: Sequence[int]) -> list[Tensor]:
-        """What comes out for each chunk, all of them computed in one step."""
+        """Return the output of each chunk, all computed in one step."""
         lens = [end - start for _, start, end in chunks]
         batch = StateBatch([0, *accumulate(lens)], torch.tensor(reads), torch.tensor(writes))
         rows = [torch.cat([self.inputs[i][j][start:end] for i, start, end in chunks]) for j in range(3)]
@@ -102,7 +102,7 @@ class Sequences:
         return out
 
     def whole(self, i: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What comes out for sequence i alone in one step, and what is left of it."""
+        """Return the output of sequence i alone in one step, and the state and tail it leaves."""
         memory = Memory.new(self.recurrent)
         [out] = self.run(memory, [(i, 0, len(self.inputs[i][0]))], [NO_SLOT], [0])
         return out, memory.at(0)
@@ -127,8 +127,8 @@ def test_recurrence(recurrent: Recurrent) -> None:
     earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec=spec, weights=weights)
     remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
     assert remembered > 1e-3
-    # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. In float32
-    # they measured 1.1 to 2.4 of the largest value over the root of K.
+    # Roundings of the state are proportional to the values. They decay with it, and a query adds up to K of them. In
+    # float32 they measured 1.1 to 2.4 times the largest value over the root of K.
     size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
     check(found, expected, 1, 6, size.expand_as(expected))
 
@@ -140,7 +140,7 @@ def test_keys_and_queries_of_zeros(recurrent: Recurrent) -> None:
 
 
 def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: Recurrent) -> None:
-    """Each step reads other slots than it writes, for some sequences, and the same for others."""
+    """In each step some sequences read and write the same slot, and others read one slot and write another."""
     lens = recurrent.lens
     sequences, memory = Sequences.new(recurrent, lens), Memory.new(recurrent)
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +166,7 @@ def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: R
         assert all(map(same_bits, memory.at(slots[i]), left)), i
 
 
-def test_what_is_read_stays_and_may_be_read_twice(recurrent: Recurrent) -> None:
+def test_a_slot_that_is_read_twice_stays_unchanged(recurrent: Recurrent) -> None:
     sequences, memory = Sequences.new(recurrent, [30, 30, 30]), Memory.new(recurrent)
     for each in zip(*sequences.inputs, strict=True):
         for x in each[1:]:
@@ -203,7 +203,9 @@ def test_no_sequences(recurrent: Recurrent) -> None:
     assert memory.states.isnan().all() and memory.tails.isnan().all()
 
 
-def test_what_others_hold_threads_and_places_in_memory(recurrent: Recurrent, two_threads: None) -> None:
+def test_a_sequence_depends_on_neither_others_nor_threads_nor_addresses(
+    recurrent: Recurrent, two_threads: None
+) -> None:
     sequences = Sequences.new(recurrent, recurrent.lens)
     expected, left = sequences.whole(0)
     sequences.inputs[3][0][5], sequences.inputs[2][1][3] = torch.nan, torch.inf
@@ -217,8 +219,8 @@ def test_what_others_hold_threads_and_places_in_memory(recurrent: Recurrent, two
         assert found[3].isnan().any()
 
 
-def test_a_bit_of_the_state_decides_bits(recurrent: Recurrent) -> None:
-    """A checkpoint that was rounded is not one: the tests above would fail."""
+def test_a_rounded_state_changes_bits(recurrent: Recurrent) -> None:
+    """A rounded checkpoint would fail the tests above."""
     sequences, memory = Sequences.new(recurrent, [40]), Memory.new(recurrent)
     expected, left = sequences.whole(0)
     sequences.run(memory, [(0, 0, 20)], [NO_SLOT], [0])

@@ -1,6 +1,6 @@
-"""Which experts an aligned model's tokens go to, routes that are given to it, and those that plain models replay.
+"""The experts of an aligned model's tokens, routes that are given to it, and routes that plain models replay.
 
-That routes and log-probs are those of a rollout is tested in tests/engine/test_trainer_routes.py.
+tests/engine/test_trainer_routes.py tests that routes and log-probs are those of a rollout.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def mixture(mixture_models: dict[str, Path], backend: str) -> Any:
 
 
 def unread(ids: Tensor, mask: Tensor) -> Tensor:
-    """Padding, and the last token of each row."""
+    """Return the mask of padding and of each row's last token, which are not read."""
     following = torch.cat((mask[:, 1:], torch.zeros_like(mask[:, :1])), 1)
     return (mask & following) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64], ids=str)
-def test_its_own_routes_change_no_bit(mixture_model: Path, backend: str, dtype: torch.dtype) -> None:
-    """In any order, and whatever stands in rows that are not read."""
+def test_replaying_a_models_own_routes_changes_no_bit(mixture_model: Path, backend: str, dtype: torch.dtype) -> None:
+    """Routes may come in any order, with any values in rows that are not read."""
     model, (ids, mask) = load(mixture_model, backend=backend), pad(sequences(), left=3)
     own = token_experts(model, ids, mask)
     given = own.flip(-1)
@@ -84,8 +84,8 @@ def test_given_routes_survive_gradient_checkpointing(mixture: Any) -> None:
     assert all(same_bits(p.grad, expected[name]) for name, p in mixture.named_parameters())
 
 
-def test_masters_of_a_mixture_under_autocast(mixture_model: Path, backend: str) -> None:
-    """They compute what the rounded model computes, with its routes, and its gradients in float32."""
+def test_float32_parameters_of_a_mixture_under_autocast(mixture_model: Path, backend: str) -> None:
+    """Parameters, routes and gradients match those of the rounded model. The gradients are float32."""
     masters, rounded = (load(mixture_model, dtype, backend) for dtype in (torch.float32, torch.bfloat16))
     ids, mask = pad(sequences())
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,18 +126,18 @@ REFUSED_ROUTES: dict[str, tuple[str, Tensor]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_ROUTES)
-def test_routes_that_are_none_are_refused(mixture: Any, name: str) -> None:
+def test_invalid_routes_are_refused(mixture: Any, name: str) -> None:
     message, routes = REFUSED_ROUTES[name]
     with pytest.raises(AlignmentError, match=f"^routed_experts: expected {message}.*; "):
         token_log_probs(mixture, IDS, routed_experts=routes)
     unalign(mixture)
-    if routes.shape[:2] == IDS.shape:  # how many tokens there are it knows from them alone
+    if routes.shape[:2] == IDS.shape:  # the number of tokens is known from the routes alone
         with pytest.raises(AlignmentError, match=f"^routed_experts: expected {message}.*; "), replayed(mixture, routes):
             pass
 
 
 def test_a_row_that_is_read_is_checked(mixture: Any) -> None:
-    """One of zeros, as padding has it, in the place of the last token, and in another."""
+    """Routes of zeros, as in padding, in the row of the last token and in another row."""
     ids, mask = pad(sequences())
     routes = token_experts(mixture, ids, mask)
     routes[0, LENS[0] - 1] = 0
@@ -176,7 +176,7 @@ def test_adapters_of_a_mixture_are_refused(mixture_models: dict[str, Path], path
 
 
 def chosen_by(model: Any, compute: Callable[[], object]) -> Tensor:
-    """What the routers of a plain model choose while it computes: [layers, N, top_k], ascending."""
+    """Return the experts that a plain model's routers choose while it computes: [layers, N, top_k], ascending."""
     found: list[Tensor] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     hooks = [router.register_forward_hook(lambda m, args, out: found.append(out[2])) for router in routers]
@@ -187,7 +187,7 @@ def chosen_by(model: Any, compute: Callable[[], object]) -> Tensor:
 
 
 def test_a_plain_model_replays_routes(mixture_model: Path) -> None:
-    """Other ones than its own; its own choice where there are none. Nothing of it is left."""
+    """The model replays routes that are not its own. Rows without any keep its choice. Afterwards it is unchanged."""
     model, (ids, mask) = load(mixture_model), pad(sequences(), left=3)
     before = model(ids, attention_mask=mask).logits
     own = chosen_by(model, lambda: model(ids, attention_mask=mask))
@@ -220,11 +220,11 @@ def test_a_packed_plain_model_replays_routes(mixture_models: dict[str, Path]) ->
 def test_a_batch_of_another_size_is_not_replayed(mixture: Any) -> None:
     routes = token_experts(mixture, IDS)
     unalign(mixture)
-    with replayed(mixture, routes), pytest.raises(AlignmentError, match="forward pass of the 20 tokens .* found 10"):
+    with replayed(mixture, routes), pytest.raises(AlignmentError, match="pass of the 20 tokens .* found one of 10"):
         mixture(IDS[:1])
 
 
-def test_what_cannot_replay_is_refused(mixture: Any) -> None:
+def test_aligned_models_and_wrong_shapes_cannot_be_replayed(mixture: Any) -> None:
     with pytest.raises(AlignmentError, match="expected one that is not aligned"), replayed(mixture, ROUTES):
         pass
     unalign(mixture)

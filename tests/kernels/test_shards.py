@@ -1,4 +1,4 @@
-"""A weight that is a part of a checkpoint's tensor is written as the checkpoint has it."""
+"""A weight that holds a part of a checkpoint's tensor is written in the checkpoint's layout."""
 
 from __future__ import annotations
 

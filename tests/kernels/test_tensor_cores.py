@@ -1,4 +1,4 @@
-"""The model of tensor cores: cases by hand, and its definition once more in exact fractions."""
+"""The model of tensor cores, against cases by hand and against its definition in exact fractions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF = math.inf
 
 
 def dot(pairs: list[tuple[float, float]], core: TensorCore = HOPPER, dtype: torch.dtype = torch.bfloat16) -> float:
-    """The sum of products of pairs of numbers that the dtype holds, from zero."""
+    """Return the sum from zero of products of pairs of numbers that the dtype can represent."""
     a, b = (torch.tensor(side, dtype=torch.float64) for side in zip(*pairs, strict=True))
     assert torch.equal(a.to(dtype).double(), a) and torch.equal(b.to(dtype).double(), b), "premise"
     return multiply_add(core, torch.zeros(()), a.to(dtype), b.to(dtype)).item()
@@ -30,7 +30,7 @@ def ones(*numbers: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("core", CORES, ids=str)
-def test_what_float32_holds_is_exact(core: TensorCore) -> None:
+def test_sums_that_float32_can_represent_are_exact(core: TensorCore) -> None:
     assert dot([(3.0, -0.5)], core) == -1.5
     assert dot(ones(1, 2, 4, 8, 2**-20), core) == 15 + 2**-20
     assert dot(ones(*range(1, 101)), core) == 5050
@@ -40,7 +40,7 @@ def test_what_float32_holds_is_exact(core: TensorCore) -> None:
 
 @pytest.mark.parametrize(("core", "kept"), [(AMPERE, 24), (HOPPER, 25)], ids=str)
 def test_a_term_is_cut_behind_the_highest_exponent(core: TensorCore, kept: int) -> None:
-    """Seen by taking away from 1, where the result has a bit more."""
+    """Visible when subtracting from 1, where the result has one more bit."""
     last = 2.0**-kept
     for sign in (1, -1):
         assert dot(ones(sign, -sign * last), core) == sign * (1 - 2.0**-24), "kept, and then cut to float32"
@@ -56,7 +56,7 @@ def test_the_sum_is_cut_toward_zero() -> None:
         assert dot(ones(sign, *[sign * 2.0**-25] * 7), HOPPER) == sign * (1 + 2.0**-23), "7/4 of a unit"
 
 
-def test_what_cancellation_leaves_was_cut_before() -> None:
+def test_terms_are_cut_before_they_cancel() -> None:
     for core in CORES:
         unit = 2.0 ** (30 - core.fraction_bits)
         assert dot(ones(2.0**30, unit, -(2.0**30)), core) == unit
@@ -94,7 +94,7 @@ def test_subnormal_numbers_are_kept_and_not_normalised() -> None:
     assert dot([(2.0**-100, 2.0**-50)]) == 0, "float32 has none as small"
 
 
-def test_what_is_too_large_is_infinite() -> None:
+def test_sums_beyond_float32_are_infinite() -> None:
     largest = 2.0**127 * (2 - 2.0**-7)
     assert dot(ones(largest, 2.0**120)) == INF and dot(ones(-largest, -(2.0**120))) == -INF
     assert dot(ones(largest, 2.0**119 * (2 - 2.0**-7), 2.0**112 - 2.0**104)) == (2 - 2.0**-23) * 2.0**127
@@ -115,12 +115,12 @@ def exponent_of(x: float, dtype: torch.dtype) -> int:
 
 
 def cut(x: Fraction, exponent: int) -> Fraction:
-    """`x` as a multiple of 2**exponent, toward zero."""
+    """Return `x` cut toward zero to a multiple of 2**exponent."""
     return int(x / Fraction(2) ** exponent) * Fraction(2) ** exponent
 
 
 def in_fractions(core: TensorCore, a: list[float], b: list[float], dtype: torch.dtype) -> float:
-    """The definition at the top of tensor_cores.py, for finite numbers, term by term."""
+    """Compute the definition at the top of tensor_cores.py for finite numbers, term by term."""
     total = 0.0
     for start in range(0, len(a), core.terms):
         terms = [(Fraction(total), exponent_of(total, torch.float32))] if total else []
@@ -129,13 +129,13 @@ def in_fractions(core: TensorCore, a: list[float], b: list[float], dtype: torch.
                 terms.append((Fraction(x) * Fraction(y), exponent_of(x, dtype) + exponent_of(y, dtype)))
         highest = max((exponent for _, exponent in terms), default=0)
         exact = sum((cut(term, highest - core.fraction_bits) for term, _ in terms), Fraction(0))
-        exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()  # a power of two
+        exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()  # of a power of two
         total = float(cut(exact, max(exponent, -126) - 23))
     return total
 
 
 def of_all_sizes(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers whose exponents differ widely, subnormal ones and zeros among them."""
+    """Return numbers with widely differing exponents, including subnormal ones and zeros."""
     width = 8.0 if dtype == torch.float16 else 15.0
     x = randn(*shape, seed=seed) * torch.exp2(randn(*shape, seed=seed + 1) * width)
     return x.clamp(-6e4, 6e4).to(dtype) * (randn(*shape, seed=seed + 2) < 1.5)
@@ -161,7 +161,7 @@ def test_random_sums_are_those_of_the_definition(core: TensorCore, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_follow_the_order_of_k_the_pieces_and_the_core(dtype: torch.dtype) -> None:
-    """The premise of comparing bits: each of them would show."""
+    """The premise of comparing bits: each difference would show."""
     x, weight = randn(8, 512, dtype=dtype), randn(16, 512, dtype=dtype, seed=1)
     steps = torch.arange(512).view(-1, 16)
     swapped = steps.clone()
@@ -197,4 +197,4 @@ def test_a_difference_names_the_place_and_what_would_explain_it() -> None:
         assert other in CANDIDATES
         with pytest.raises(AssertionError) as error:
             check_product(HOPPER, multiply(other, x, weight, 256), x, weight, 256)
-        assert f"; {other} would give what was found" in str(error.value)
+        assert f"; {other} would give the found bits" in str(error.value)

@@ -1,6 +1,6 @@
-"""Aligned models: gradients, independence of batches and padding, reversal, and what is refused.
+"""Aligned models: gradients, independence of batches and padding, `unalign`, and refused models and calls.
 
-That their log-probs are the bits of a rollout is tested in tests/engine/test_trainer_log_probs.py.
+tests/engine/test_trainer_log_probs.py tests that log-probs are the bits of a rollout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LENS = (40, 33, 5, 17, 1)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "") -> Any:
-    """The model, aligned if a backend is given."""
+    """Return the model, aligned if a backend is given."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if backend:
         align(model, backend)
@@ -56,7 +56,7 @@ def sequences(seed: int = 0) -> list[Tensor]:
 
 
 def pad(rows: list[Tensor], left: int = 0, width: int = 48) -> tuple[Tensor, Tensor]:
-    """(ids, mask) of rows that begin after `left` columns of padding."""
+    """Return (ids, mask) of rows that begin after `left` columns of padding."""
     ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
         ids[i, left : left + len(row)], mask[i, left : left + len(row)] = row, 1
@@ -64,19 +64,19 @@ def pad(rows: list[Tensor], left: int = 0, width: int = 48) -> tuple[Tensor, Ten
 
 
 def plain_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """What `token_log_probs` returns, by plain torch, for rows padded on the right."""
+    """Compute `token_log_probs` with plain torch, for rows padded on the right."""
     log_probs = torch.log_softmax(model(ids, attention_mask=mask).logits / temperature, -1)
     found = log_probs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     return F.pad(found, (1, 0)).masked_fill(mask == 0, 0.0)
 
 
 def loss(log_probs: Tensor) -> Tensor:
-    """Gives every token another weight."""
+    """Return a loss that gives every token a different weight."""
     return (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs).to(log_probs.dtype)).sum()
 
 
 def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
-    """Of `loss`; the graph is kept."""
+    """Return the gradients of `loss`; the graph is kept."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss(log_probs), parameters, retain_graph=True), strict=True))
 
@@ -97,7 +97,7 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype, backend: str) -> None:
-    """The norms of heads are 16 numbers in each of up to six layers: too few to judge an error by, so joined."""
+    """The head norms are joined, since each has only 16 elements in up to six layers, too few to judge an error by."""
     check_errors(*map(with_joined_head_norms, three_gradients(windowed_model, dtype, backend, temperature=0.7)))
 
 
@@ -105,9 +105,9 @@ def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype
 def test_gradients_of_hybrid_families(
     hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers of each value head, and of head norms, are too few to judge an error by, so joined.
+    """Value heads and head norms are joined, since each has too few elements to judge an error by.
 
-    A single rounding early in a recurrence moves the gradients of all weights alike: several batches tell more.
+    A single rounding early in a recurrence shifts the gradients of all weights alike, so several batches are compared.
     """
     recur_exactly(monkeypatch)
     batches = [three_gradients(hybrid_model, dtype, backend, temperature=0.7, seed=seed) for seed in range(3)]
@@ -125,8 +125,9 @@ def test_gradients_of_mixtures(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the routes that the aligned model finds, and with others, in all three models. Of two layers: more that are
-    recurrent make so much of each rounding that gradients are not alike.
+    """Routes are those that the aligned model finds, or others, in all three models.
+
+    The models have two layers. With more recurrent layers, the amplified rounding makes gradients incomparable.
     """
     recur_exactly(monkeypatch)
     ids, mask = pad(sequences())
@@ -139,19 +140,19 @@ def test_gradients_of_mixtures(
     if foreign:
         routes = other_routes(model, routes)
     expected, unaligned, found = three_gradients(folder, dtype, backend, 0.7, routes)
-    assert all(expected[name].any() for name in expected), "premise: routers too"
+    assert all(expected[name].any() for name in expected), "premise: routers have gradients too"
     check_errors(*map(with_joined_few, (expected, unaligned, found)))
 
 
 def other_routes(model: Any, routes: Tensor) -> Tensor:
-    """Each expert's neighbour."""
+    """Return the neighbour of each expert."""
     found = (routes + 1) % model.model._aligned.spec.experts[0].num_experts
     assert not found.sort(-1).values.equal(routes)
     return found
 
 
 def recur_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 models of transformers, which round to float32 otherwise."""
+    """Keep transformers' float64 models in float64, where they would round to float32."""
     for module in (modeling_qwen3_5, modeling_qwen3_next, modeling_qwen3_5_moe):
         chunked = module.torch_chunk_gated_delta_rule
 
@@ -162,7 +163,7 @@ def recur_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What transformers computes in float32, in float64; all of [B, T, heads, ...]."""
+    """Compute in float64 what transformers computes in float32. All tensors are [B, T, heads, ...]."""
     share = v.shape[2] // k.shape[2]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(share, 2) for x in (q, k))
@@ -188,12 +189,12 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def three_gradients(
     folder: Path, dtype: torch.dtype, backend: str, temperature: float, routes: Tensor | None = None, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Of the model in float64, whose weights are the same numbers, of the unaligned model and of the aligned one."""
+    """Return gradients of the same model in float64, unaligned, and aligned."""
     ids, mask = pad(sequences(seed))
     model = load(folder, dtype)
     exact = load(folder, dtype).double()
     if routes is not None:
-        exact.set_experts_implementation("eager")  # the grouped products of torch take no float64
+        exact.set_experts_implementation("eager")  # torch's grouped products do not support float64
 
     def plain_gradients(model: Any) -> dict[str, Tensor]:
         with nullcontext() if routes is None else replayed(model, routes, mask):
@@ -224,7 +225,7 @@ def native() -> GradientOps:
 
 
 def check_gradients(op: Callable[..., Tensor], definition: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Values and gradients of a float32 op against its definition in float64."""
+    """Check values and gradients of a float32 op against its definition in float64."""
     ours = [x.clone().requires_grad_() for x in inputs]
     doubles = [x.double().requires_grad_() for x in inputs]
     found, expected = op(*ours), definition(*doubles)
@@ -297,13 +298,13 @@ def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: floa
 
 @pytest.mark.parametrize("window", [None, 33])
 def test_attention_with_sinks(window: int | None) -> None:
-    """Of which one takes nearly all of its head, and one nearly nothing."""
+    """One sink takes nearly all of its head's softmax, one nearly nothing."""
     spec = AttentionSpec(4, 2, 16, scale=0.3, window=window, sinks=True)
     check_attention(referenced()[0], spec, torch.tensor([0.5, 9.0, -9.0, 2.0]))
 
 
 def check_attention(ops: GradientOps, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
-    """Sequences of lengths that are padded together, and of lengths that are not."""
+    """Check sequences with lengths that are padded together, and others that are not."""
     heads, kv_heads, window, soft_cap = spec.num_heads, spec.num_kv_heads, spec.window, spec.soft_cap
     lens = (5, 1, 150, 7, 40, 33, 2)
     packed = Packed.of(lens, torch.device("cpu"))
@@ -333,7 +334,7 @@ RECURRENT_LENS = (5, 1, 150, 7, 64, 70)
 
 
 def referenced() -> tuple[GradientOps, Packed]:
-    """The reference, and sequences of which some are padded together, and some fill chunks."""
+    """Return the reference, and sequences: some are padded together, and some fill chunks."""
     packed = Packed.of(RECURRENT_LENS, torch.device("cpu"))
     assert 2 < len(packed.groups()) < len(RECURRENT_LENS)
     assert max(RECURRENT_LENS) > 2 * autograd._CHUNK and autograd._CHUNK in RECURRENT_LENS
@@ -353,7 +354,7 @@ def test_convolution(size: int) -> None:
 
 @pytest.mark.parametrize("name", ["groups", "odd"])
 def test_delta_rule(name: str) -> None:
-    """Heads of which some forget at once, and some remember all of a sequence."""
+    """Some heads forget at once, and some remember all of a sequence."""
     (ops, packed), spec = referenced(), SPECS[name]
     weights, count = make_weights(spec, torch.float32), sum(RECURRENT_LENS)
 
@@ -367,7 +368,7 @@ def test_delta_rule(name: str) -> None:
 
     sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
     inputs = [randn(count, size, seed=i) for i, size in enumerate(sizes)]
-    inputs[2][100::7] += 200.0  # what a head forgets at once must not cost the rest its digits
+    inputs[2][100::7] += 200.0  # a head that forgets at once must not cost the others precision
     check_gradients(op, definition, *inputs, weights.decay, weights.bias)
 
 
@@ -385,14 +386,14 @@ def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
 def test_a_clamped_gate() -> None:
     ops, _ = referenced()
     inputs = randn(9, 50) * 9, randn(9, 50, seed=1) * 9
-    assert all((x > 7).any() and (x < -7).any() and (x.abs() < 7).any() for x in inputs), "premise: clamped, or not"
+    assert all((x > 7).any() and (x < -7).any() and (x.abs() < 7).any() for x in inputs), "premise: some are clamped"
     check_gradients(lambda gate, up: ops.gate_mul(gate, up, "clamped_silu"), clamped_silu, *inputs)
 
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("normed", [True, False])
 def test_route(normed: bool, given: bool) -> None:
-    """Of the experts with the highest logits, and of others."""
+    """The experts are those of the highest logits, or others."""
     (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
     logits = randn(37, 9) * 2
     best = logits.topk(3).indices.sort().values.int()
@@ -411,7 +412,7 @@ def test_route(normed: bool, given: bool) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 def test_experts(activation: Activation) -> None:
-    """With biases and a shared expert, or with neither. One expert has no rows, and some rows have the same experts."""
+    """There are biases and a shared expert, or neither. One expert has no rows, and some rows have the same experts."""
     (ops, _), clamped = referenced(), activation == "clamped_silu"
     spec = ExpertsSpec(num_experts=5, top_k=2, intermediate_size=20, activation=activation, bias=clamped)
     chosen = torch.tensor([[0, 1], [1, 4], [0, 1], [1, 2]] * 9, dtype=torch.int32)
@@ -448,7 +449,7 @@ def test_logits() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 0.01])
 @pytest.mark.parametrize("most_rows", [100, 7, 1])
 def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the logits of all rows at once, or of some. A low temperature makes much of small errors."""
+    """The logits of all rows are held at once, or those of some. A low temperature amplifies small errors."""
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5
     check_gradients(
@@ -475,7 +476,7 @@ def test_frozen_parameters_get_no_gradient(tiny_llama: Path) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
+    """Records the number of elements of the largest tensor that any operation made."""
 
     numel = 0
 
@@ -486,7 +487,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_in_memory_are_bounded(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in torch's memory; the native kernels' own is not seen here."""
+    """Checks torch's memory only. The native kernels' own memory is not visible here."""
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 2**18)
     ids = torch.randint(3, 500, (4, 200), generator=torch.Generator().manual_seed(0))
     model = load(make_tiny_model("llama", tmp_path, vocab_size=4096), backend=backend)
@@ -494,7 +495,7 @@ def test_logits_in_memory_are_bounded(tmp_path: Path, backend: str, monkeypatch:
         token_log_probs(model, ids).sum().backward()
     with Largest() as seen_with_logits:
         model(ids).logits.sum().backward()
-    assert seen_with_logits.numel >= ids.numel() * 4096, "premise: it sees them"
+    assert seen_with_logits.numel >= ids.numel() * 4096, "premise: the logits are visible"
     assert seen.numel < ids.numel() * 4096 / 4
 
 
@@ -522,11 +523,11 @@ def test_a_completion_mask_leaves_the_rest_out(tiny_llama: Path) -> None:
     none = token_log_probs(model, ids, mask, completion_mask=torch.zeros_like(wanted))
     assert none.eq(0).all() and none.requires_grad
     none.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters()), "ranks must have the same ones"
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters()), "all ranks need the same gradients"
 
 
 def test_position_ids_tell_packed_sequences(tiny_llama: Path) -> None:
-    """In one row, and in several of some sequences each."""
+    """Several sequences are packed in one row, or in each of several rows."""
     model, rows = load(tiny_llama, backend="cpu"), [row for row in sequences() if len(row) > 1]
     expected = token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
@@ -553,7 +554,7 @@ def test_a_temperature_beyond_float32_is_infinite(tiny_llama: Path) -> None:
     model, ids = load(tiny_llama, backend="cpu"), sequences()[0][None]
     far, infinite = (token_log_probs(model, ids, temperature=temperature) for temperature in (1e39, float("inf")))
     assert same_bits(far, infinite)
-    assert len(far[0, 1:].unique()) == 1 and far[0, 1] < 0.0, "every token is as probable as any other"
+    assert len(far[0, 1:].unique()) == 1 and far[0, 1] < 0.0, "every token is equally probable"
 
 
 def test_greedy_is_temperature_one(tiny_llama: Path) -> None:
@@ -563,7 +564,7 @@ def test_greedy_is_temperature_one(tiny_llama: Path) -> None:
 
 
 def test_logits_of_an_aligned_model(tiny_model: Path, backend: str) -> None:
-    """float32, the same for any padding, and near those of the unaligned model."""
+    """The logits are float32, equal for any padding, and close to those of the unaligned model."""
     model, rows = load(tiny_model), sequences()
     ids, mask = pad(rows)
     expected = model(ids, attention_mask=mask).logits.detach()
@@ -577,10 +578,10 @@ def test_logits_of_an_aligned_model(tiny_model: Path, backend: str) -> None:
         assert same_bits(left[i, 5 : 5 + n], right[i, :n]) and same_bits(flat[i], right[i, :n])
 
 
-def test_masters_under_autocast(tiny_model: Path, backend: str) -> None:
-    """They compute what the rounded model computes; their gradients are float32, and those of the rounded model.
+def test_float32_parameters_under_autocast(tiny_model: Path, backend: str) -> None:
+    """Log-probs and gradients match those of the rounded model; the gradients are float32.
 
-    Only an embedding's differs, which adds up the rows of a repeated token in float32.
+    Only an embedding's gradient differs: it adds the rows of a repeated token in float32.
     """
     masters, rounded = load(tiny_model, backend=backend), load(tiny_model, torch.bfloat16, backend)
     ids, mask = pad(sequences())
@@ -622,7 +623,7 @@ def test_gradient_checkpointing_keeps_the_bits(
     monkeypatch.setattr(GradientOps, "rmsnorm", lambda *args: calls.append(1) or rmsnorm(*args))
     found = token_log_probs(model, ids, mask)
     loss(found).backward()
-    assert len(calls) == 2 * 2 * 2 + 1, "premise: both norms of both layers were computed twice, the last one once"
+    assert len(calls) == 2 * 2 * 2 + 1, "premise: both norms of both layers were computed twice, the last norm once"
     assert same_bits(found, whole)
     assert all(same_bits(p.grad, expected[name]) for name, p in model.named_parameters())
 
@@ -654,7 +655,7 @@ def test_a_copy_of_an_aligned_model_is_aligned_by_itself(tiny_llama: Path) -> No
 
 
 def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -> None:
-    """transformers puts in a new head when embeddings are resized."""
+    """transformers inserts a new head when embeddings are resized."""
     model = load(tiny_llama)
     classes = [type(module) for module in model.modules()]
     align(model, "cpu")
@@ -677,7 +678,7 @@ def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
 
 
 def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
-    """However they are changed: nothing of a weight is kept from one call to the next."""
+    """A call keeps nothing of a weight for the next call, so any kind of change is seen."""
     model, ids = load(tiny_llama, backend=backend), sequences()[0][None]
     before = token_log_probs(model, ids)
     model.model.layers[0].mlp.up_proj.weight.data[:] *= 1.5
@@ -685,7 +686,7 @@ def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
 
 
 def test_rope_survives_a_cast_of_the_model(tiny_llama: Path) -> None:
-    """A cast to bfloat16 rounds the frequencies that the model keeps, and so would change its angles."""
+    """A cast to bfloat16 rounds the frequencies that the model stores, and would change its angles."""
     loaded, cast = load(tiny_llama, torch.bfloat16, "cpu"), load(tiny_llama).to(torch.bfloat16)
     assert cast.model.rotary_emb.inv_freq.dtype == torch.bfloat16
     align(cast, "cpu")
@@ -698,7 +699,7 @@ IDS = torch.arange(3, 23).view(2, 10)
 
 @pytest.fixture
 def first_choice() -> None:
-    """Whatever backends other tests took."""
+    """Forget the backends that earlier tests selected."""
     training._select_backend.cache_clear()
 
 
@@ -722,7 +723,7 @@ def test_a_fallback_under_autocast_is_logged(
     tiny_llama: Path, first_choice: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load(tiny_llama, backend="auto")
-    assert aligned_with(model).backend == "cpu" and not caplog.records, "premise: nothing to say of float32"
+    assert aligned_with(model).backend == "cpu" and not caplog.records, "premise: float32 logs nothing"
     with torch.autocast("cpu", torch.float16):
         token_log_probs(model, IDS)
         assert aligned_with(model)[::2] == ("reference", "float16")
@@ -736,7 +737,7 @@ def test_a_backend_that_was_asked_for_is_not_logged(
     assert aligned_with(model).backend == "reference" and not caplog.records
 
 
-def test_what_is_not_aligned_is_aligned_with_nothing(tiny_llama: Path) -> None:
+def test_aligned_with_refuses_an_unaligned_model(tiny_llama: Path) -> None:
     with pytest.raises(AlignmentError, match="expected an aligned one, .* call align"):
         aligned_with(load(tiny_llama))
 
@@ -758,7 +759,7 @@ REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLS)
-def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> None:
+def test_invalid_calls_are_refused(tiny_llama: Path, name: str) -> None:
     argument, call = REFUSED_CALLS[name]
     with pytest.raises(AlignmentError, match=f"^{argument}: expected .*found"):
         token_log_probs(load(tiny_llama, backend="cpu"), **call)
@@ -779,14 +780,14 @@ def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> N
     ],
     ids=lambda call: next(iter(call)),
 )
-def test_what_an_aligned_model_cannot_do_is_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
     name = next(iter(call))
     with pytest.raises(AlignmentError, match=f"^position_ids: missing beside {name}|^{name}: (expected|an aligned)"):
         load(tiny_llama, backend="cpu")(IDS, **call)
 
 
 def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
-    """DeepSpeed marks the parameters that it shares among ranks."""
+    """DeepSpeed marks the parameters that it shards across ranks."""
     model = load(tiny_llama, backend="cpu")
     model.model.layers[1].mlp.up_proj.weight.ds_id = 7
     with pytest.raises(
@@ -796,7 +797,7 @@ def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
 
 
 def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) -> None:
-    """As accelerate does, which puts autocast around it; the other way round is served."""
+    """accelerate does so when it adds autocast. The other order is served."""
     model, twin = load(tiny_llama), load(tiny_llama, torch.bfloat16, "cpu")
     plain = model.forward
     model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
@@ -810,7 +811,7 @@ def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) ->
     assert aligned_with(model) == aligned_with(twin)
 
 
-def test_a_wrapper_that_does_not_ask_the_model_is_found(tiny_llama: Path) -> None:
+def test_a_wrapper_that_drops_the_question_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     model.forward = lambda *args, **kwargs: {"logits": torch.zeros(1)}
     with pytest.raises(AlignmentError, match="expected a wrapper that passes `question` on .* found dict"):
@@ -818,7 +819,7 @@ def test_a_wrapper_that_does_not_ask_the_model_is_found(tiny_llama: Path) -> Non
 
 
 def test_an_aligned_model_takes_the_arguments_of_a_plain_one(tiny_llama: Path) -> None:
-    """Trainers ask for them to see which columns a model can use."""
+    """Trainers read the signature to see which columns a model can use."""
     assert inspect.signature(load(tiny_llama, backend="cpu").forward) == inspect.signature(load(tiny_llama).forward)
 
 
@@ -828,7 +829,7 @@ def test_a_model_without_tokens_is_refused(tiny_llama: Path) -> None:
 
 
 class Adapter(nn.Linear):
-    """Stands for a linear layer that computes something else."""
+    """A linear layer that computes something else."""
 
 
 def with_adapter(model: Any) -> None:
@@ -878,5 +879,5 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
         unalign(model)
     with pytest.raises(AlignmentError, match="found a DataParallel; use DistributedDataParallel"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)
-    with pytest.raises(AlignmentError, match="found a OptimizedModule; leave torch.compile out"):
+    with pytest.raises(AlignmentError, match="found a OptimizedModule; do not use torch.compile"):
         token_log_probs(torch.compile(load(tiny_llama, backend="cpu")), IDS)

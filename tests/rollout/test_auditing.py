@@ -1,4 +1,4 @@
-"""`audit` finds what is planted between a trainer and a worker, names it, and says what to change."""
+"""`audit` finds planted differences between a trainer and a worker, names them, and says what to change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
 
 @pytest.fixture
 def model(folder: Path) -> Any:
-    """What a trainer has: float32 weights, aligned."""
+    """The trainer's model: float32 weights, aligned."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     align(model)
     return model
@@ -65,48 +65,46 @@ def run(model: Any, client: RolloutClient, **options: Any) -> Audit:
 
 
 def the_cause(found: Audit, name: str) -> str:
-    """Its text, if that is all that was found, and log-probs differ."""
+    """Return the text of the cause `name`. It must be the only cause, and log-probs must differ."""
     assert [cause.name for cause in found.causes] == [name], str(found)
     assert 0 < found.num_different <= found.num_tokens == 72 and found.largest > 0 and found.place is not None
     assert f"- {name}: {found.causes[0].text}" in str(found)
     return found.causes[0].text
 
 
-def test_nothing_is_found_where_nothing_is(model: Any, client: RolloutClient) -> None:
+def test_an_aligned_model_has_no_differences(model: Any, client: RolloutClient) -> None:
     for each in (model, checkpoint_wrapper(model)):
         found = run(each, client)
         assert (found.num_different, found.largest, found.place, found.causes, found.tensors) == (0, 0, None, (), ())
         assert str(found) == "All 72 log-probs have the same bits on both sides."
 
 
-def test_a_model_that_is_not_aligned(model: Any, client: RolloutClient) -> None:
+def test_an_unaligned_model_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     assert "call align(model)" in the_cause(run(model, client), "alignment")
 
 
-def test_a_model_that_is_not_aligned_computes_in_what_its_wrapper_makes_of_it(
-    model: Any, client: RolloutClient
-) -> None:
+def test_the_dtype_of_an_unaligned_model_includes_its_own_autocast(model: Any, client: RolloutClient) -> None:
     """accelerate puts an autocast into the model's own forward pass."""
     unalign(model)
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
 
 
-def test_a_forward_pass_without_autocast(model: Any, client: RolloutClient) -> None:
+def test_a_forward_pass_without_autocast_is_found(model: Any, client: RolloutClient) -> None:
     text = the_cause(audit(model, client, PROMPTS, PARAMS), "dtype")
     assert "the worker computes in bfloat16, the trainer in float32" in text and "torch.autocast" in text
 
 
-def test_another_backend(model: Any, client: RolloutClient) -> None:
+def test_another_backend_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     align(model, "reference")
     text = the_cause(run(model, client), "backend")
-    assert 'the worker computes by cpu, the trainer by reference; call align(model, "cpu")' in text
+    assert 'the worker uses the backend cpu, the trainer reference; call align(model, "cpu")' in text
 
 
-def test_another_instruction_set(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them need not differ in what they make of this model, so the trainer's bits are changed."""
+def test_another_instruction_set_is_found(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two instruction sets may give the same bits for this model, so the test changes the trainer's bits."""
 
     def log_probs(*arguments: Any, **options: Any) -> torch.Tensor:
         found = token_log_probs(*arguments, **options)
@@ -114,65 +112,65 @@ def test_another_instruction_set(model: Any, client: RolloutClient, monkeypatch:
 
     monkeypatch.setattr(auditing, "token_log_probs", log_probs)
     best = load_library().instruction_set()
-    assert best != "portable", "premise: the worker takes a better one"
+    assert best != "portable", "premise: the worker uses a better instruction set"
     with Implementation("cpu", "portable").chosen():
         text = the_cause(run(model, client), "instruction set")
-    assert f"the worker computes with {best}, the trainer with portable; set TRUEROLL_CPU_ISA" in text
+    assert f"the worker uses the instruction set {best}, the trainer portable; set TRUEROLL_CPU_ISA" in text
 
 
-def test_another_tensor(model: Any, client: RolloutClient) -> None:
+def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with torch.no_grad():
         model.get_parameter(name).mul_(1.01)
     found = run(model, client)
     assert found.tensors == (name,)
-    assert f"its own checkpoint, for nothing was pushed, which has other values in {name};" in the_cause(
-        found, "weights"
-    )
+    text = f"its own checkpoint, since nothing was pushed, which has different values in {name};"
+    assert text in the_cause(found, "weights")
 
 
-def test_another_temperature_and_another_distribution(model: Any, client: RolloutClient) -> None:
+def test_another_temperature_and_another_distribution_are_found(model: Any, client: RolloutClient) -> None:
     cold = PARAMS.model_copy(update=dict(temperature=0.5))
     text = the_cause(run(model, client, params=cold, temperature=1.0), "distribution")
-    assert "of temperature 0.5 (logprobs='processed'), the trainer divides logits by 1; use params" in text
+    assert "temperature 0.5 (logprobs='processed'), but the trainer divides logits by 1; use params" in text
     filtered = PARAMS.model_copy(update=dict(top_k=5))
     assert "sample with logprobs='temperature'" in the_cause(run(model, client, params=filtered), "distribution")
 
 
-def test_the_command_tells_whether_a_checkpoint_is_what_is_served(
+def test_the_command_compares_a_checkpoint_with_the_served_weights(
     folder: Path, worker: WorkerProcess, tmp_path: Path
 ) -> None:
     result = CliRunner().invoke(cli.app, ["audit", str(folder), worker.address])
     assert (result.exit_code, result.stdout) == (0, "All 384 log-probs have the same bits on both sides.\n")
     other = make_tiny_model("llama", tmp_path / "other", dtype="bfloat16", rms_norm_eps=0.1)
     result = CliRunner().invoke(cli.app, ["audit", str(other), worker.address])
-    assert result.exit_code == 1 and "- unknown: nothing that was compared explains it" in result.stdout
+    assert result.exit_code == 1 and "- unknown: none of the compared properties explains" in result.stdout
 
 
-def test_a_wrapper_that_is_not_served(model: Any, client: RolloutClient) -> None:
-    """Weights are compared all the same."""
+def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:
+    """Weights are compared nevertheless."""
     text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
-    assert text.startswith("a DataParallel is around the aligned model") and "compute them by token_log_probs" in text
+    assert text.startswith("a DataParallel wraps the aligned model") and "compute them by token_log_probs" in text
 
 
-def test_what_cannot_be_compared_is_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_compared_are_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
     small = make_tiny_model("llama", tmp_path / "small", vocab_size=64)
-    with pytest.raises(ConfigError, match="expected a vocabulary of 512 tokens, like the worker's, found 64; it is"):
+    with pytest.raises(ConfigError, match="model: its vocabulary has 64 tokens, the worker's has 512"):
         run(AutoModelForCausalLM.from_pretrained(small), client)
-    with pytest.raises(ConfigError, match="prompts: expected some, found none"):
+    with pytest.raises(ConfigError, match="prompts: there are none; give token ids"):
         audit(model, client, [])
-    with pytest.raises(ConfigError, match=r"log_probs: expected \[6, 29\] like input_ids, found \[6, 28\]"):
+    with pytest.raises(ConfigError, match=r"log_probs: expected the shape of input_ids, \[6, 29\], found \[6, 28\]"):
         run(model, client, log_probs=lambda ids, mask: torch.zeros(len(ids), ids.shape[1] - 1))
 
 
-def test_what_the_trainers_own_code_does(model: Any, client: RolloutClient) -> None:
+def test_differences_from_the_trainers_own_code_have_an_unknown_cause(model: Any, client: RolloutClient) -> None:
     def shifted(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.full(ids.shape, -1.0)
 
-    assert "nothing that was compared explains it" in the_cause(run(model, client, log_probs=shifted), "unknown")
+    text = the_cause(run(model, client, log_probs=shifted), "unknown")
+    assert "none of the compared properties explains the differences" in text
 
 
-def test_what_is_no_number_is_the_largest_difference(model: Any, client: RolloutClient) -> None:
+def test_nan_is_the_largest_difference(model: Any, client: RolloutClient) -> None:
     place = 0, 2, 7
     token = len(PROMPTS[0]) + place[2]
 
@@ -186,8 +184,8 @@ def test_what_is_no_number_is_the_largest_difference(model: Any, client: Rollout
     assert (found.num_different, found.largest, found.place) == (2, torch.inf, place), str(found)
 
 
-def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
-    """An older version, by its number and by its tensors; and an adapter that was not pushed."""
+def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None) -> None:
+    """An older version shows in its number and in its tensors. An adapter that was not pushed shows in the tensors."""
     model = adapt(folder, target_modules=["q_proj"])
     align(model)
     with (
@@ -202,17 +200,17 @@ def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
         publisher.push(model, 1, adapters=True)
         found = run(model, client, version=1)
         assert found.num_different == 0 and not found.causes, str(found)
-        assert not run(torch.nn.DataParallel(model), client).tensors, "adapters inside of a wrapper that is not served"
+        assert not run(torch.nn.DataParallel(model), client).tensors, "adapters inside an unsupported wrapper are found"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * parameter.requires_grad)
         found = run(model, client, version=2)
         assert [cause.name for cause in found.causes] == ["version", "weights"] and found.tensors == names
-        assert "the worker serves version 1, the trainer has pushed 2; push again" in str(found)
+        assert "the worker serves version 1, but the trainer pushed version 2; push again" in str(found)
 
         def pushing(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             publisher.push(model, 2, adapters=True)
             return token_log_probs(model, ids, mask)
 
         text = the_cause(run(model, client, log_probs=pushing), "version")
-        assert text == "the worker has served versions [1, 2] meanwhile; audit while nobody pushes"
+        assert text == "the worker served versions [1, 2] during the audit; audit while nobody pushes"

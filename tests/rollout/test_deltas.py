@@ -1,4 +1,4 @@
-"""Samples that are told of while they grow, from the worker to the caller, whoever reads and whenever they come."""
+"""Deltas of growing samples, from the worker to the caller: with slow readers, late joins, aborts and reconnects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps(engine: FakeEngine) -> Steps:
 
 
 class Steps:
-    """Lets an engine add one token to each sample at a time."""
+    """Control of an engine: lets it add one token to each sample at a time."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._left = 0
@@ -74,7 +74,7 @@ class Steps:
 
 
 def pieces_of(events: Iterable[Event]) -> dict[tuple[int, int], list[SampleDelta]]:
-    """Checks that the pieces of each sample are what it is, to the bit."""
+    """Check that the pieces of each sample add up to the sample, bit for bit, and return the pieces."""
     pieces: defaultdict[tuple[int, int], list[SampleDelta]] = defaultdict(list)
     for position, event in events:
         found = pieces[position, event.index]
@@ -92,20 +92,20 @@ def joined(columns: list[np.ndarray | None]) -> list[bytes | None]:
     return [b"".join(given)] if len(given) == len(columns) else [None]
 
 
-def test_the_pieces_are_the_samples(client: RolloutClient) -> None:
+def test_the_pieces_add_up_to_the_samples(client: RolloutClient) -> None:
     params = [SamplingParams(n=3, max_tokens=40), SamplingParams(max_tokens=1), SamplingParams(logprobs=None)]
     events = list(client.stream([[1], [2], [3]], params, deltas=True, seed=5))
     pieces = pieces_of(events)
     samples = {(position, event.index): event for position, event in events if isinstance(event, SampleOutput)}
     assert pieces.keys() == samples.keys() == {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)}
-    assert len(pieces[0, 0]) > 1, "premise"
+    assert len(pieces[0, 0]) > 1, "premise: there are several pieces"
     plain: dict[tuple[int, int], SampleOutput] = {}
     for position, sample in client.stream([[1], [2], [3]], params, seed=5):
         plain[position, sample.index] = sample
     assert {key: sample.token_ids for key, sample in plain.items()} == {k: s.token_ids for k, s in samples.items()}
 
 
-def test_the_asynchronous_client_has_the_same(worker: WorkerOnThread) -> None:
+def test_the_asynchronous_client_gets_deltas_too(worker: WorkerOnThread) -> None:
     async def run() -> list[Event]:
         async with AsyncRolloutClient(worker.address) as client:
             return [event async for event in client.stream([[1]], LONG, deltas=True)]
@@ -114,7 +114,7 @@ def test_the_asynchronous_client_has_the_same(worker: WorkerOnThread) -> None:
 
 
 def deltas_in(replies: list[dict[str, Any]]) -> list[list[tuple[str, int, int, list[int]]]]:
-    """By message: request, sample, place and tokens."""
+    """Return (request, sample index, start, tokens) of each delta, grouped by message."""
     return [
         [(d["id"], d["index"], d["start"], np.frombuffer(d["token_ids"], "<i4").tolist()) for d in reply["samples"]]
         for reply in replies
@@ -122,7 +122,7 @@ def deltas_in(replies: list[dict[str, Any]]) -> list[list[tuple[str, int, int, l
     ]
 
 
-def test_a_step_is_told_of_in_one_message_for_each_caller(worker: WorkerOnThread, steps: Steps) -> None:
+def test_a_step_sends_one_message_to_each_caller(worker: WorkerOnThread, steps: Steps) -> None:
     with RawClient(worker.address) as raw:
         raw.generate("a", caller="me", deltas=True, n=2, max_tokens=9)
         raw.generate("b", caller="me", deltas=True, max_tokens=9)
@@ -145,18 +145,18 @@ def test_a_step_is_told_of_in_one_message_for_each_caller(worker: WorkerOnThread
         }
         steps.run()
         replies = [reply for _ in range(4) for reply in raw.receive_until("done")]
-        assert sum(reply["type"] == "done" for reply in replies) == 4, "one terminal reply for each"
+        assert sum(reply["type"] == "done" for reply in replies) == 4, "one terminal reply for each request"
 
 
-def test_whoever_does_not_ask_is_told_nothing(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_request_without_deltas_gets_none(worker: WorkerOnThread, engine: FakeEngine) -> None:
     with RawClient(worker.address) as raw:
         raw.generate("a", n=3, max_tokens=30)
         assert [reply["type"] for reply in raw.receive_until("done")] == ["sample"] * 3 + ["done"]
         assert engine._told == {}
 
 
-def test_whoever_joins_is_told_first_what_is_there(worker: WorkerOnThread, steps: Steps) -> None:
-    """With deltas or without, of a request with or without: they are no part of what is asked for."""
+def test_a_late_join_first_gets_all_earlier_tokens(worker: WorkerOnThread, steps: Steps) -> None:
+    """`deltas` is not part of a request's content: submissions with and without it join the same request."""
     with RawClient(worker.address) as first, RawClient(worker.address) as late, RawClient(worker.address) as plain:
         first.generate("a", caller="first", max_tokens=9)
         first.health()
@@ -167,14 +167,14 @@ def test_whoever_joins_is_told_first_what_is_there(worker: WorkerOnThread, steps
         steps.take(1)
         assert deltas_in([late.receive()]) == [[("a", 0, 3, expected_tokens(7, 0, 4)[3:])]]
         late.generate("a", caller="late", deltas=True, max_tokens=9)
-        assert deltas_in([late.receive()]) == [[("a", 0, 0, expected_tokens(7, 0, 4))]], "asked again, told again"
+        assert deltas_in([late.receive()]) == [[("a", 0, 0, expected_tokens(7, 0, 4))]], "a resend gets all tokens"
         steps.run()
         for raw in (first, plain):
             assert [reply["type"] for reply in raw.receive_until("done")] == ["sample", "done"]
         assert [late.receive_until("done")[-1]["type"] for _ in range(2)] == ["done"] * 2
 
 
-def test_what_is_there_is_told_while_nothing_is_computed(client: RolloutClient, steps: Steps) -> None:
+def test_a_join_during_a_pause_gets_the_earlier_tokens(client: RolloutClient, steps: Steps) -> None:
     with (
         RawClient(client._client._connection._line.address) as first,
         RawClient(first.socket.LAST_ENDPOINT.decode()) as late,
@@ -190,7 +190,7 @@ def test_what_is_there_is_told_while_nothing_is_computed(client: RolloutClient, 
         late.receive_until("done")
 
 
-def test_a_finished_request_is_told_of_by_its_samples_alone(worker: WorkerOnThread) -> None:
+def test_a_join_to_a_finished_request_gets_only_its_samples(worker: WorkerOnThread) -> None:
     with RawClient(worker.address) as raw:
         raw.generate("a", n=2)
         raw.receive_until("done")
@@ -198,7 +198,7 @@ def test_a_finished_request_is_told_of_by_its_samples_alone(worker: WorkerOnThre
         assert [reply["type"] for reply in raw.receive_until("done")] == ["sample", "sample", "done"]
 
 
-def test_whoever_comes_after_an_abort_is_told_of_the_new_samples(worker: WorkerOnThread, steps: Steps) -> None:
+def test_a_submission_after_an_abort_gets_deltas_of_the_new_samples(worker: WorkerOnThread, steps: Steps) -> None:
     with RawClient(worker.address) as first, RawClient(worker.address) as next_one:
         first.generate("a", caller="first", deltas=True, n=2, max_tokens=9)
         first.health()
@@ -215,7 +215,7 @@ def test_whoever_comes_after_an_abort_is_told_of_the_new_samples(worker: WorkerO
         assert {(0, 0), (1, 0)} <= set(starts) and len(set(starts)) == len(starts)
 
 
-def test_whoever_gives_up_is_told_nothing_more(worker: WorkerOnThread, steps: Steps) -> None:
+def test_a_caller_that_gives_up_gets_no_more_deltas(worker: WorkerOnThread, steps: Steps) -> None:
     with RawClient(worker.address) as raw, RawClient(worker.address) as other:
         raw.generate("a", caller="x", deltas=True, max_tokens=9)
         other.generate("a", caller="y", deltas=True, max_tokens=9)
@@ -232,7 +232,7 @@ def test_whoever_gives_up_is_told_nothing_more(worker: WorkerOnThread, steps: St
         assert worker.worker._book.streams._streams == {} and worker.worker._book.streams._progress == {}
 
 
-def test_a_reader_that_does_not_read_gets_one_message_later(
+def test_a_slow_reader_gets_one_combined_message_later(
     worker: WorkerOnThread, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = threading.Event()
@@ -251,7 +251,7 @@ def test_a_reader_that_does_not_read_gets_one_message_later(
         raw.receive_until("done")
 
 
-def test_an_aborted_sample_is_what_was_told_of_it(client: RolloutClient, steps: Steps) -> None:
+def test_an_aborted_sample_equals_its_deltas(client: RolloutClient, steps: Steps) -> None:
     stream = client.stream([[1]], LONG, deltas=True, request_ids=["a"])
     with RawClient(client._client._connection._line.address) as raw:
         events: list[Event] = []
@@ -269,7 +269,7 @@ def test_an_aborted_sample_is_what_was_told_of_it(client: RolloutClient, steps: 
     assert pieces.keys() == {(0, 0), (0, 1)}
 
 
-def test_after_a_lost_connection_no_token_is_told_twice(worker: WorkerOnThread, steps: Steps) -> None:
+def test_a_reconnect_repeats_no_token(worker: WorkerOnThread, steps: Steps) -> None:
     with proxied(worker) as proxy, RolloutClient(proxy.address) as client, RawClient(worker.address) as other:
         events: list[Event] = []
         stream = client.stream([[1]], LONG, deltas=True, request_ids=["a"])
@@ -288,7 +288,7 @@ def test_after_a_lost_connection_no_token_is_told_twice(worker: WorkerOnThread, 
     assert not reader.is_alive() and pieces_of(events).keys() == {(0, 0), (0, 1)}
 
 
-def test_a_connection_that_is_lost_leaves_no_reader(worker: WorkerOnThread, steps: Steps) -> None:
+def test_a_lost_connection_leaves_no_reader(worker: WorkerOnThread, steps: Steps) -> None:
     with RawClient(worker.address) as other:
         with RawClient(worker.address) as raw:
             raw.generate("a", deltas=True, max_tokens=9)

@@ -1,4 +1,4 @@
-"""Worker processes with the real engine on tiny models, and the examples run as a reader runs them."""
+"""Worker processes with the real engine on tiny models, and the examples run like a reader runs them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
 
 
 def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClient, tiny_llama: Path) -> None:
-    """With a stop string, and what `top_logprobs` asks for."""
+    """With a stop string and `top_logprobs`."""
     params = SamplingParams(n=2, max_tokens=40, top_logprobs=2)
     (free, *_) = client.generate(PROMPTS, params, seed=5)
     stop = load_vocabulary(tiny_llama).decode([free.samples[0].token_ids[9]])
@@ -107,7 +107,7 @@ def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClie
             told = b"".join(getattr(piece, name).tobytes() for piece in found)
             assert told == getattr(event, name).tobytes() == getattr(sample, name).tobytes()
     reasons = {sample.finish_reason for group in expected for sample in group.samples}
-    assert "stop" in reasons and max(map(len, pieces.values())) > 2, "premise"
+    assert "stop" in reasons and max(map(len, pieces.values())) > 2, "premise: a stop string, and several pieces"
 
 
 def test_health_names_the_engine(client: RolloutClient) -> None:
@@ -118,7 +118,7 @@ def test_health_names_the_engine(client: RolloutClient) -> None:
     assert health.memory["weights"] > 0 and health.memory["kv_cache"] > 0
 
 
-def test_why_a_faster_backend_is_not_used_is_in_health_and_in_one_line_of_the_log(
+def test_health_and_one_log_line_say_why_a_slower_backend_is_used(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(model=str(tiny_llama), dtype="float16", num_blocks=64, num_threads=1)
@@ -159,9 +159,9 @@ def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutCli
     assert bits((sample,)) == bits(expected.samples) and sample.finish_reason == "length"
 
 
-def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: Path) -> None:
+def test_every_open_request_gets_an_error_when_the_engine_fails(tiny_llama: Path) -> None:
     class FailingOps:
-        """The ops of a backend, until `budget` calls of attention have been made."""
+        """The ops of a backend. Attention fails after `budget` calls."""
 
         def __init__(self, backend: Backend, budget: int) -> None:
             self.backend, self.budget = backend, budget
@@ -191,7 +191,7 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
         ask(raw, "pause")
         raw.generate("open", n=3, max_tokens=400)
         other.generate("open too", max_tokens=400)
-        other.health()  # answered after the request was taken
+        other.health()  # answered after the worker has accepted the request
         raw.send("resume", id="resume")
         for client, id in ((raw, "open"), (other, "open too")):
             error = client.receive_until("done", "error")[-1]

@@ -1,5 +1,6 @@
-"""What another user of this machine reaches of a worker, a push, a fleet with its local Ray and a front end, compared
-with what docs/security.md says. Fails where this process cannot start one as another user, thus without root.
+"""Access of another user of the machine to a worker, a push, a fleet with its local Ray and a front end.
+
+The test compares it with docs/security.md. It needs root to start a process as another user, and fails without it.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from trueroll.weight_sync.transports.shared import SharedSlots
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=64)
 LISTENS = 1 << 16
-"""Among the flags of a socket in /proc/net/unix."""
+"""The flag of a listening socket in /proc/net/unix."""
 IDLE = ("`ray::IDLE`", "`127.0.0.1`")
-"""Ray ends such a process when it likes."""
+"""Ray may end such a process at any time."""
 ANSWERS = {"token": {"16", "401"}, "key": {"401"}, "everybody": {"200"}}
-"""To who does not name itself: UNAUTHENTICATED of gRPC, and of HTTP."""
+"""Answers to a client without credentials, by the docs' word. 16 and 401 mean unauthenticated in gRPC and HTTP."""
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """One that every user may enter and list, as a home folder often is."""
+    """A folder that every user may enter and list, like many home folders."""
     with tempfile.TemporaryDirectory(prefix="trueroll-test-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -50,7 +51,7 @@ def open_folder() -> Iterator[Path]:
 
 @dataclass
 class Seen:
-    """What is there at one moment. `sockets`: (process, where, who gets an answer) as the docs have it."""
+    """The files, processes and sockets at one moment. `sockets`: (process, where) in the words of the docs."""
 
     files: set[str] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)
@@ -61,14 +62,14 @@ class Seen:
 
 
 def documented() -> dict[tuple[str, str], str]:
-    """The table of docs/security.md: who gets an answer, by the process and what it listens on."""
+    """Return the table of docs/security.md: the required credentials by the process and where it listens."""
     section = SECURITY.read_text().split("## Listening sockets\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
-    return {(process.strip(), where.strip()): re.split(r"\W", who.strip())[0] for process, where, who in rows}
+    return {(process.strip(), where.strip()): re.split(r"\W", needed.strip())[0] for process, where, needed in rows}
 
 
 class Watcher:
-    """Finds all that the processes of this test hold open, but for what this process listened on before."""
+    """Finds everything that the processes of this test hold open, except the ports on which it listened before."""
 
     def __init__(self, folders: list[Path], metrics_port: int, front: Front, earlier: set[int]) -> None:
         self._folders, self._earlier = folders, earlier
@@ -93,7 +94,7 @@ class Watcher:
                 (seen.paths if path.is_socket() else seen.files).add(str(path))
 
     def _unix_listeners(self) -> Iterator[tuple[str, str]]:
-        """By number, the name of each Unix socket that listens, but for the canary's."""
+        """Yield number and path of each listening Unix socket, except the canary."""
         for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
             fields = line.split(maxsplit=7)
             path = fields[7] if len(fields) > 7 else ""
@@ -116,7 +117,7 @@ class Watcher:
             seen.files.add(target)
 
     def _is_written(self, link: Path, target: str) -> bool:
-        """Whether it is a file that has a name, and that the process may write or that is shared memory."""
+        """Return whether it is a named file that the process may write, or shared memory."""
         flags = int((link.parent.parent / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0], 8)
         there = Path(target)
         is_file = there.exists() and stat.S_ISREG(there.stat().st_mode) and target not in self._given
@@ -135,7 +136,7 @@ class Watcher:
 
 
 def _standard_files() -> Iterator[str]:
-    """The files behind standard input, output and error of the parent processes, whose modes are not trueroll's."""
+    """Yield the files behind the standard streams of the parent processes. trueroll does not set their modes."""
     for process in psutil.Process().parents():
         for number in (0, 1, 2):
             with suppress(OSError):
@@ -143,13 +144,13 @@ def _standard_files() -> Iterator[str]:
 
 
 def listening(process: psutil.Process) -> list[Any]:
-    """The network sockets of a process that others may reach."""
+    """Return the network sockets of a process that other processes may reach."""
     statuses = psutil.CONN_LISTEN, psutil.CONN_NONE
     return [connection for connection in process.net_connections("inet") if connection.status in statuses]
 
 
 def kind_of(process: psutil.Process) -> str:
-    """As the docs call it."""
+    """Return the docs' name for a process."""
     command = process.cmdline()
     if process.pid == os.getpid():
         return "fleet, as a process of Ray"
@@ -165,7 +166,10 @@ def where_of(path: str) -> str:
 
 
 def try_as_stranger(seen: Seen, canaries: Seen) -> tuple[set[tuple[str, str]], dict[int, str]]:
-    """What another user managed beyond the canaries, which it must manage, and what each port told it."""
+    """Return the successful accesses of another user, and the answer of each port.
+
+    Accesses to the canaries must succeed, and are not returned.
+    """
     rays = ("`ray::_Runner`", "`ray::IDLE`", "`raylet`", "`gcs_server`", "fleet, as a process of Ray")
     targets = dict(
         files=sorted(seen.files | canaries.files),
@@ -183,7 +187,7 @@ def try_as_stranger(seen: Seen, canaries: Seen) -> tuple[set[tuple[str, str]], d
     can = {(attempt, path) for attempt in ("read", "write", "move") for path in canaries.files}
     can |= {(attempt, path) for attempt in ("list", "add") for path in canaries.folders}
     can |= {("connect", path) for path in canaries.paths}
-    assert own | can <= managed, "the stranger does not notice what it can do"
+    assert own | can <= managed, "premise: the stranger reports accesses that succeed"
     excused = (f"/proc/{told['pid']}/", *canaries.folders)
     beyond = {(attempt, target) for attempt, target in managed - own if not target.startswith(excused)}
     return beyond, {int(port): answer for port, answer in told["answers"].items()}
@@ -191,7 +195,7 @@ def try_as_stranger(seen: Seen, canaries: Seen) -> tuple[set[tuple[str, str]], d
 
 @pytest.fixture
 def canaries() -> Iterator[Seen]:
-    """A file, a folder and a socket that every user may use."""
+    """A file, a folder and a socket that every user may access."""
     with tempfile.TemporaryDirectory(prefix="trueroll-test-") as folder, socket.socket(socket.AF_UNIX) as unix:
         path = Path(folder)
         (path / "file").write_text("open")
@@ -208,10 +212,10 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(600)
-def test_another_user_reaches_what_the_docs_list_and_nothing_else(
+def test_another_user_reaches_only_what_the_docs_list(
     tiny_llama: Path, open_folder: Path, canaries: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the moment of a push at which its memory has a name, with all else running, under the umask of most users."""
+    """Look in the middle of a push, while its shared memory has a name, with the default umask of most users."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     weights, pushes, file = open_folder / "weights", open_folder / "pushes", open_folder / "fleet.json"
     address = f"ipc://{open_folder}/worker.sock"

@@ -1,4 +1,4 @@
-"""Routed experts from the engine through a worker to a client's arrays, by every call that can bring them."""
+"""Routed experts arrive from the engine through a worker in a client's arrays, for every call that returns them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = SamplingParams(n=2, max_tokens=9, seed=3, ignore_eos=True, return_routed
 
 @contextmanager
 def client_of(folder: Path) -> Iterator[RolloutClient]:
-    """A client of a worker with that model, whose weights are random."""
+    """Yield a client of a worker for the model in `folder`, with random weights."""
     config = EngineConfig(model=str(folder), backend="reference", num_threads=1, num_blocks=64, block_size=8)
     running = WorkerOnThread(WorkerConfig(), lambda: Engine(config, load_dummy(config)))
     with RolloutClient(running.address) as client:
@@ -37,12 +37,12 @@ def client_of(folder: Path) -> Iterator[RolloutClient]:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[RolloutClient]:
-    """Of a worker with a mixture of experts."""
+    """A client of a worker with a mixture of experts."""
     with client_of(make_tiny_model("qwen3_moe", tmp_path / "m")) as client:
         yield client
 
 
-def test_every_call_brings_the_same(client: RolloutClient) -> None:
+def test_every_call_returns_the_same_routed_experts(client: RolloutClient) -> None:
     [group] = client.generate([PROMPT], ASKED)
     whole = [np.concatenate((PROMPT, sample.token_ids)) for sample in group.samples]
     scores = client.score(whole, return_routed_experts=True)
@@ -61,7 +61,7 @@ def test_every_call_brings_the_same(client: RolloutClient) -> None:
     assert counts.sum() == 2 * 3 * stats.engine["computed_tokens"]
 
 
-def test_a_dense_model_refuses_that_request_alone(tmp_path: Path) -> None:
+def test_a_dense_model_refuses_only_requests_for_routed_experts(tmp_path: Path) -> None:
     with client_of(make_tiny_model("qwen3", tmp_path / "m")) as client:
         plain = ASKED.model_copy(update=dict(return_routed_experts=False))
         refused, group = client.generate(

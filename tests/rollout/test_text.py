@@ -1,4 +1,4 @@
-"""Text in and out of token ids: what a model's folder, and what a worker, may not make a client do."""
+"""Conversion between text and token ids, and the limits on what a model's folder or a worker can make a client do."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_tokenizer_is_chosen_as_by_the_whole_config(
 
 
 def outcome_of(load: Callable[[], Any]) -> Any:
-    """What is loaded, or why nothing is."""
+    """Return a description of the loaded tokenizer, or the error text."""
     try:
         tokenizer = load()
     except ValueError as error:
@@ -90,7 +90,7 @@ def outcome_of(load: Callable[[], Any]) -> Any:
 
 
 def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
-    """transformers' models would import it: seconds, and 150 MB, in each front end."""
+    """The model classes of transformers would import it: seconds, and 150 MB, in each front end."""
     load = "from trueroll.rollout.text import TextModel; TextModel('smollm2')"
     look = "import sys; print('torch._dynamo' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", f"{load}; {look}"], check=True, capture_output=True, text=True)
@@ -99,7 +99,7 @@ def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
 
 def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """As the tokenizers library raises it."""
+        """Like the exception that the tokenizers library raises."""
 
     def panic(*_: Any) -> str:
         raise Panic("slice index out of range")
@@ -111,7 +111,7 @@ def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
-    """Also by a tokenizer with a way of its own, which the library in Rust knows nothing of."""
+    """Also with a tokenizer that overrides decoding, which the Rust library does not know about."""
     tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)
     for skips in (True, False):
         for length in range(200):
@@ -135,7 +135,7 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "found"),
     [
-        (ENDLESS, "that it does not"),
+        (ENDLESS, "more than 1 s or 1073741824 bytes, or crashes"),
         ("{{ range(99999) | list * 99999 * 99999 }}", "MemoryError"),
         ("{{ 'x' * (2**33) }}", "MemoryError"),
         ("{{ 'x' * (2**22 + 1) }}", "4194305 characters, more than 4194304"),
@@ -145,13 +145,13 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     ],
 )
-def test_what_a_template_cannot_do_is_said(
+def test_the_error_says_why_a_template_fails(
     folder: Path, template: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (text, text_child):
         monkeypatch.setattr(module, "LIMITS", replace(text_child.LIMITS, cpu_seconds=1))
     model = with_template(folder, template)
-    message = f"chat template that renders within 1 s and 1073741824 bytes, found .*{found}.*; check the model's chat"
+    message = f"the model's chat template does not render: .*{found}.*; check the template"
     with pytest.raises(ModelError, match=message) as caught:
         model.encode_chat("hi")
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
@@ -167,17 +167,25 @@ def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path, monke
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", sys.path[:])
-    with pytest.raises(ModelError, match="expected a tokenizer beside the model, found none: .*custom code"):
+    with pytest.raises(ModelError, match="the model's tokenizer does not load: .*custom code"):
         TextModel(str(folder))
     assert not marker.exists()
     AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert marker.exists(), "this is what it would have done"
 
 
-def pid_of(model: TextModel) -> int:
-    process = model._children[False]._process
+def pid_of(model: TextModel, is_long: bool = False) -> int:
+    process = model._children[is_long]._process
     assert process is not None
     return process.pid
+
+
+def test_the_process_for_long_texts_has_a_lower_priority(folder: Path) -> None:
+    model, own = TextModel(str(folder)), os.getpriority(os.PRIO_PROCESS, 0)
+    model.encode("a")
+    model.encode("a" * (text.LONG_CHARS + 1))
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid_of(model, is_long)) for is_long in (False, True)]
+    assert priorities == [own, min(19, own + text.LONG_NICENESS)]
 
 
 def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
@@ -194,27 +202,27 @@ def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
     assert model.decode(model.encode_chat("good")) == "ok" and pid_of(model) != first
 
 
-def test_a_child_gets_what_the_caller_has(folder: Path) -> None:
-    """Integers of any size, and text that is none as an error."""
+def test_a_child_gets_values_of_any_kind_unchanged(folder: Path) -> None:
+    """Integers of any size arrive; text that cannot be encoded is an error."""
     model = with_template(
         folder, "{{ messages[0].many }} {{ messages[0].few }} {{ messages[0].share }} {{ messages[0].word }}"
     )
     message = {"many": 10**39, "few": -(2**70), "share": 0.1, "word": "Grüße 👋"}
     assert model.decode(model.encode_conversation([message], {})) == f"{10**39} {-(2**70)} 0.1 Grüße 👋"
     for encode in (model.encode, model.encode_chat):
-        with pytest.raises(ModelError, match=r"'\\ud800' is no character"):
+        with pytest.raises(ModelError, match=r"'\\ud800' is not a valid character"):
             encode("a \ud800")
     for value in (2**64, -(2**63) - 1, 10**5000):
         sign = with_template(folder, "{{ 'more' if messages[0].n > 0 else 'less' }} {{ messages[0].n % 1000 }}")
         expected = f"{'more' if value > 0 else 'less'} {value % 1000}"
         assert sign.decode(sign.encode_conversation([{"n": value}], {})) == expected
-    with pytest.raises(ModelError, match="a conversation has JSON values only, got set"):
+    with pytest.raises(ModelError, match="a conversation may have JSON values only, got set"):
         model.encode_conversation([{"content": {1}}], {})
     with pytest.raises(ModelError, match="nested too deeply"):
         model.encode_conversation([{"content": reduce(lambda inner, _: [inner], range(2000), [])}], {})
 
 
-def test_a_child_whose_call_is_abandoned_ends(folder: Path) -> None:
+def test_an_abandoned_call_ends_the_child(folder: Path) -> None:
     model = with_template(folder, ENDLESS)
     asked: list[int] = []
 
@@ -222,7 +230,7 @@ def test_a_child_whose_call_is_abandoned_ends(folder: Path) -> None:
         asked.append(pid_of(model))
         return True
 
-    with pytest.raises(ModelError, match="that it does not"):
+    with pytest.raises(ModelError, match="does not render"):
         model.encode_conversation([{"role": "user"}], {}, is_abandoned=is_abandoned)
     assert len(asked) == 1 and not psutil.pid_exists(asked[0])
     assert model.decode(model.encode("still")) == "still"
@@ -232,9 +240,7 @@ def no_process() -> int:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def test_where_no_process_can_be_made_the_machine_is_named_and_nothing_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_fork_names_the_machine_and_leaks_no_descriptor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TextModel(str(folder))
     before = open_files()
     with monkeypatch.context() as patch:
@@ -261,7 +267,7 @@ def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_what_does_not_fit_is_counted_and_not_sent_back(folder: Path) -> None:
+def test_a_result_beyond_the_limit_is_counted_but_not_sent_back(folder: Path) -> None:
     model = with_template(folder, CHAT)
     with pytest.raises(TooMany, match="^100000 tokens$"):
         model.encode("x" * 100_000, add_special_tokens=False, most=10)
@@ -287,10 +293,10 @@ def test_a_decoder_that_doubles_a_letter_30_times_is_refused(folder: Path) -> No
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")
 
 
-@pytest.mark.timeout(60)  # whoever opens a FIFO waits for a writer
+@pytest.mark.timeout(60)  # opening a FIFO blocks until there is a writer
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
-def test_a_tokenizer_reads_regular_files_alone(folder: Path, file: str, kind: str) -> None:
+def test_a_tokenizer_reads_regular_files_only(folder: Path, file: str, kind: str) -> None:
     path = folder / file
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -299,7 +305,7 @@ def test_a_tokenizer_reads_regular_files_alone(folder: Path, file: str, kind: st
         TextModel(str(folder))
 
 
-def test_a_tokenizer_out_of_proportion_is_refused(folder: Path) -> None:
+def test_an_oversized_tokenizer_file_is_refused(folder: Path) -> None:
     os.truncate(folder / "tokenizer.json", 2**26 + 1)
     with pytest.raises(ModelError, match="tokenizer.json: expected at most 67108864 bytes, found 67108865"):
         TextModel(str(folder))
@@ -309,13 +315,13 @@ def test_a_tokenizer_out_of_proportion_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_tokenizer_is_one_clear_line(folder: Path, file: str, content: str) -> None:
     (folder / file).write_bytes(content.encode(errors="surrogatepass"))
-    with pytest.raises(ModelError, match="expected a tokenizer beside the model, found none: ") as caught:
+    with pytest.raises(ModelError, match="the model's tokenizer does not load: ") as caught:
         TextModel(str(folder))
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
 
 
 def with_tokenizer(folder: Path, kind: str) -> Path:
-    """The tokenizer is of another class of transformers, with the files that this one reads."""
+    """Give the folder a tokenizer of class `kind` of transformers, with the files that this class reads."""
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": kind}))
     (folder / "tokenizer.json").unlink()
@@ -325,9 +331,7 @@ def with_tokenizer(folder: Path, kind: str) -> Path:
 
 def test_a_tokenizer_of_another_kind_is_one_clear_line(folder: Path) -> None:
     with_tokenizer(folder, "RagTokenizer")
-    with pytest.raises(
-        ModelError, match="expected a tokenizer beside the model, found none: TypeError: RagTokenizer is"
-    ):
+    with pytest.raises(ModelError, match="the model's tokenizer does not load: TypeError: RagTokenizer is"):
         TextModel(str(folder))
 
 
@@ -335,17 +339,15 @@ def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHAT)
     model = TextModel(str(with_tokenizer(folder, "Wav2Vec2CTCTokenizer")))
     for encode in (model.encode, model.encode_chat):
-        with pytest.raises(
-            ModelError, match="expected a tokenizer that encodes text, found that it does not: ValueError"
-        ):
+        with pytest.raises(ModelError, match="the tokenizer does not encode the text: ValueError"):
             encode("hi")
-    with pytest.raises(ModelError, match="expected a tokenizer that decodes tokens, found that it does not: .*; check"):
+    with pytest.raises(ModelError, match="the tokenizer does not decode the tokens: .*; check"):
         model.decode(["x"])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
 def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Makes `print_completions` meet a worker that says it serves this; whatever is then loaded or fetched fails."""
+    """Make `print_completions` meet a worker that says it serves a model. Sending prompts or asking the hub fails."""
 
     def serve(model: Any) -> None:
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))
@@ -372,18 +374,18 @@ def complete(address: str, tokenizer: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("served", ["org/name", "hf://org/name", "/gone/model", "", None, 5, "x\0", "\x1b[2J"])
-def test_nothing_is_fetched_because_a_worker_names_it(worker_that_serves: Callable[[Any], None], served: Any) -> None:
+def test_a_model_name_from_a_worker_is_never_downloaded(worker_that_serves: Callable[[Any], None], served: Any) -> None:
     worker_that_serves(served)
-    with pytest.raises(ConfigError, match="serves smollm2 or a folder of this machine, .* --tokenizer MODEL") as caught:
+    with pytest.raises(
+        ConfigError, match="neither smollm2 nor a folder on this machine; .* --tokenizer MODEL"
+    ) as caught:
         complete("ipc:///tmp/worker")
     assert str(caught.value).isprintable()
 
 
-def test_a_worker_elsewhere_names_no_tokenizer(worker_that_serves: Callable[[Any], None], tiny_llama: Path) -> None:
+def test_a_worker_on_tcp_needs_a_named_tokenizer(worker_that_serves: Callable[[Any], None], tiny_llama: Path) -> None:
     worker_that_serves(str(tiny_llama))
-    with pytest.raises(
-        ConfigError, match="tokenizer: expected one for a worker that may run elsewhere, at .*, found none"
-    ):
+    with pytest.raises(ConfigError, match="tokenizer: the worker at .* may run on another machine"):
         complete("tcp://127.0.0.1:5555")
 
 

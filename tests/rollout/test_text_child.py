@@ -1,4 +1,4 @@
-"""The process that tokenizes: its answers are bounded in time, however they come."""
+"""The tokenizing child process: texts arrive unchanged, and slow answers are cut off by a deadline."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Characters:
 
 
 @pytest.mark.parametrize("text", ["", "a", "a\nb\0c\n", "é\U0001f600", "x" * 2**20], ids=range(5))
-def test_a_text_goes_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON of a long one would hold up all threads."""
+def test_a_text_is_sent_without_reencoding(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON of a long text would block all threads."""
     sent: list[bytes] = []
 
     class Answering:
@@ -38,7 +38,7 @@ def test_a_text_goes_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sent[0].endswith(text.encode())
 
 
-def test_an_answer_that_comes_in_drops_is_given_up() -> None:
+def test_an_answer_that_trickles_in_is_abandoned_at_the_deadline() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     process = object.__new__(_Process)

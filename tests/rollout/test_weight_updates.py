@@ -1,5 +1,5 @@
-"""Pushes and sleeps of a real worker process, as a trainer sees them: the bits are those of a worker started from the
-pushed checkpoint, whatever was cached before.
+"""Pushes to and sleeps of a real worker process. Afterwards its samples have the same bits as from a worker that was
+started from the pushed checkpoint, whatever was cached before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def old(forked_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in which about every tenth weight is another one."""
+    """A checkpoint in which about every tenth weight differs."""
     folder = make_tiny_model("qwen2", tmp_path_factory.mktemp("versions") / "new", dtype="bfloat16")
     tensors = load_file(folder / "model.safetensors")
     for tensor in tensors.values():
@@ -43,7 +43,7 @@ def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(new: Path) -> Bits:
-    """What a worker gives that was started from the new checkpoint."""
+    """The bits from a worker that was started from the new checkpoint."""
     with launch_worker(str(new), **SETTINGS) as worker, RolloutClient(worker.address) as client:
         return generate(client)[0]
 
@@ -55,7 +55,7 @@ def worker(old: Path) -> Iterator[WorkerProcess]:
 
 
 def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
-    """The bits, the weight versions that they came from, and how many prompt tokens were cached."""
+    """Return the bits, their weight versions, and the number of cached prompt tokens."""
     samples = [sample for group in client.generate(PROMPTS, PARAMS, seed=5) for sample in group.samples]
     assert all(sample.logprobs is not None for sample in samples)
     bits = [(tuple(sample.token_ids), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]
@@ -68,7 +68,7 @@ def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
     [dict(), dict(transport="collective"), dict(transport="disk"), dict(sparse=True), dict(in_place=True)],
     ids=["shared", "collective", "disk", "sparse", "in_place"],
 )
-def test_after_a_push_a_worker_is_one_that_was_started_with_these_weights(
+def test_a_push_gives_the_bits_of_a_worker_started_with_these_weights(
     worker: WorkerProcess, old: Path, new: Path, expected: Bits, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     if settings.get("transport") == "disk":
@@ -78,7 +78,7 @@ def test_after_a_push_a_worker_is_one_that_was_started_with_these_weights(
         publisher.push(load_file(old / "model.safetensors"), 1)
         before, versions, cold = generate(client)
         again, _, hot = generate(client)
-        assert again == before != expected and versions == {1} and hot > cold, "prefixes are hot"
+        assert again == before != expected and versions == {1} and hot > cold, "premise: prefixes are cached"
         result = publisher.push(load_file(new / "model.safetensors"), 2)
         assert result.is_sparse == ("sparse" in settings)
         after, versions, cached = generate(client)
@@ -97,7 +97,7 @@ def test_workers_of_one_machine_share_pushed_weights_and_each_outlives_the_other
         for version, folder in ((1, old), (2, new)):
             publisher.push(load_file(folder / "model.safetensors"), version)
             shared = [shared_memory(worker) for worker in workers]
-            assert len(shared[0]) == 1 and shared == [shared[0]] * 3, "the old version's is gone"
+            assert len(shared[0]) == 1 and shared == [shared[0]] * 3, "the memory of the old version is gone"
         workers[0].kill()
         assert [generate(client)[0] for client in clients[1:]] == [expected] * 2
         assert clients[1].sleep(level=2).state == "asleep" and not shared_memory(workers[1])
@@ -105,7 +105,7 @@ def test_workers_of_one_machine_share_pushed_weights_and_each_outlives_the_other
 
 
 def shared_memory(worker: WorkerProcess) -> set[str]:
-    """The numbers of the files without a name that its weights lie in."""
+    """Return the inode numbers of the unnamed files that contain the worker's weights."""
     maps = Path(f"/proc/{worker.pid}/maps").read_text()
     return set(re.findall(r"(\d+) +/memfd:trueroll-weights", maps))
 

@@ -1,5 +1,6 @@
-"""Trainers of two ranks, sharded, replicated and otherwise wrapped: their log-probs are the bits of a worker, also
-after what was trained was pushed; gradients are those of a single process. `trainer_rank.py` is what a rank does.
+"""Trainers of two ranks, sharded, replicated and otherwise wrapped. `trainer_rank.py` is the program of a rank.
+
+Their log-probs have the bits of a worker, also after training and a push. Their gradients match a single process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, Wor
 from .trainer_rank import PROMPTS, REFUSED, STEPS, WRAPPERS, Found
 
 SECONDS = 900
-pytestmark = pytest.mark.timeout(SECONDS + 100)  # of which 70 are needed, on two cores that are free
+pytestmark = pytest.mark.timeout(SECONDS + 100)  # two idle cores need 70 s
 BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
 OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES) if name != "llama"]
 
@@ -41,7 +42,7 @@ def worker(tiny_llama: Path, forked_workers: None) -> Iterator[WorkerProcess]:
 def told(
     request: pytest.FixtureRequest, worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
+    """The results of each rank by case."""
     folders = {family: request.getfixturevalue(f"tiny_{family}") for family in FAMILIES}
     for kind in ("windowed", "hybrid", "mixture"):
         folders |= request.getfixturevalue(f"{kind}_models")
@@ -79,7 +80,7 @@ def test_a_wrapped_trainer_computes_the_bits_of_a_bare_one(told: list[dict[str, 
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_a_sharded_model_of_any_family(told: list[dict[str, Any]], family: str) -> None:
+def test_a_sharded_model_of_any_family_computes_the_bits_of_a_bare_one(told: list[dict[str, Any]], family: str) -> None:
     for rank in found(told, family):
         assert rank.count > 100 and rank.differences == {"log_probs": 0, "statistics": 0}
         assert rank.errors and all(here < bound for here, bound in rank.errors.values())
@@ -87,13 +88,13 @@ def test_a_sharded_model_of_any_family(told: list[dict[str, Any]], family: str) 
 
 @pytest.mark.parametrize("what", ["pushed", "adapters pushed"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp offloaded", "ddp autocast"])
-def test_what_was_trained_was_pushed(told: list[dict[str, Any]], name: str, what: str) -> None:
+def test_a_trainer_and_a_worker_agree_after_each_push(told: list[dict[str, Any]], name: str, what: str) -> None:
     for rank in found(told, f"{name}, {what}"):
         assert rank.count > 100 and rank.differences == {f"step {step}": 0 for step in range(STEPS + 1)}
 
 
-def test_merged_weights_are_those_that_are_trained(told: list[dict[str, Any]]) -> None:
-    """Not as a policy has rounded them."""
+def test_merged_weights_are_the_trained_ones(told: list[dict[str, Any]]) -> None:
+    """They are not the weights that a mixed precision policy has rounded."""
     for rank in found(told, "merged"):
         assert rank.count > 10 and not any(rank.differences.values()), rank.differences
 
@@ -101,20 +102,21 @@ def test_merged_weights_are_those_that_are_trained(told: list[dict[str, Any]]) -
 WORDS = {
     "sharded inside": "layers.1.mlp.gate_proj.weight: expected a whole tensor .* not on modules inside a layer",
     "fsdp1": "found a FullyShardedDataParallel; shard with torch.distributed.fsdp.fully_shard",
-    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* leave tensor parallelism out",
+    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* do not use tensor parallelism",
     "wide head": "lm_head.weight: expected torch.bfloat16 like the hidden states, found torch.float32",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_named(told: list[dict[str, Any]], name: str) -> None:
+def test_an_unsupported_wrapper_is_refused_by_name(told: list[dict[str, Any]], name: str) -> None:
     for rank in told:
         assert re.search(WORDS[name], rank[f"{name}, refused"]), rank[f"{name}, refused"]
 
 
 class Rounding(torch.optim.Optimizer):
-    """Of bfloat16 parameters, with steps that are smaller than their last bits: rounded at random (`stochastic`), or
-    with what was lost kept for the next step (Kahan).
+    """An optimizer for bfloat16 parameters with steps smaller than their last bits.
+
+    It rounds stochastically (`stochastic`), or keeps the rounding error for the next step (Kahan).
     """
 
     def __init__(self, parameters: Any, stochastic: bool) -> None:
@@ -141,9 +143,7 @@ class Rounding(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_bfloat16_parameters_are_pushed_as_they_are_trained(
-    tiny_llama: Path, worker: WorkerProcess, stochastic: bool
-) -> None:
+def test_bfloat16_parameters_are_pushed_exactly(tiny_llama: Path, worker: WorkerProcess, stochastic: bool) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     align(model)
     optimizer, before = Rounding(model.parameters(), stochastic), model.lm_head.weight.detach().clone()
@@ -161,4 +161,4 @@ def test_bfloat16_parameters_are_pushed_as_they_are_trained(
             optimizer.step()
             optimizer.zero_grad()
     changed = (model.lm_head.weight != before).float().mean()
-    assert 0.01 < changed < 0.9, "premise: some steps reach the parameters, and some do not yet"
+    assert 0.01 < changed < 0.9, "premise: some steps have changed parameters, and some not yet"

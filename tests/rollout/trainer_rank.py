@@ -1,7 +1,7 @@
 """One of the two ranks of a trainer that `test_wrapped_trainers.py` starts: `trainer_rank.py RANK PORT SETTINGS`.
 
-Goes through all cases, which both ranks do alike, and writes what it found into a file: for each case the arguments of
-`Found`, or of what was refused the error's message.
+Both ranks run all cases. Each rank writes its results to a file: for each case the arguments of `Found`, or the text of
+the error for a refused wrapper.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ STEPS = 2
 
 @dataclass
 class Found:
-    """`differences`: how many log-probs have other bits, by what was varied, of `count`. `errors`: of the gradients of
-    each parameter, and what they must be below.
+    """The result of a case.
+
+    - `count`: number of compared log-probs
+    - `differences`: number of log-probs with different bits, by variation
+    - `errors`: for each parameter the error of its gradient and the bound for it
     """
 
     count: int
@@ -62,7 +65,7 @@ def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-# Each makes of an aligned model what a trainer trains.
+# Each function wraps an aligned model like a trainer does.
 
 
 def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
@@ -81,7 +84,9 @@ def sharded_masters(model: Any) -> Any:
 
 
 def sharded_by_accelerate(model: Any) -> Any:
-    """As it does on GPUs alone: the embedding apart, norm and head together, and all outputs rounded."""
+    """Shard like accelerate, which does so only on GPUs: the embedding apart, norm and head together, and all outputs
+    rounded.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -144,7 +149,7 @@ def autocast(name: str) -> Any:
 
 @contextmanager
 def accumulating(model: Any) -> Iterator[None]:
-    """Gradients stay on this rank."""
+    """Keep gradients on this rank inside the context."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -160,7 +165,7 @@ def sequences(rank: int) -> list[Tensor]:
 
 
 def loss(log_probs: Tensor, rank: int, start: int = 0) -> Tensor:
-    """Of tokens from `start` on; each has another weight, and another one on each rank."""
+    """Return the loss of tokens from `start` on. Weights differ between tokens and between ranks."""
     weights = torch.linspace(-1, 1 + rank, sum(LENS), dtype=torch.float64)
     return (log_probs * weights[start : start + len(log_probs)].to(log_probs.dtype)).sum()
 
@@ -182,14 +187,15 @@ def padded(model: Any, rows: list[Tensor]) -> Tensor:
 
 @cache
 def expected_log_probs(folder: str, rank: int) -> Tensor:
-    """Those of a bare model in bfloat16, which has the bits of a worker."""
-    assert any(not weight.equal(weight.bfloat16().float()) for weight in load(folder).parameters()), "premise: masters"
+    """Return the log-probs of a bare model in bfloat16, which have the bits of a worker."""
+    exact = [weight.equal(weight.bfloat16().float()) for weight in load(folder).parameters()]
+    assert not all(exact), "premise: float32 weights are not bfloat16 values"
     with torch.no_grad():
         return packed(aligned(folder, torch.bfloat16), sequences(rank))
 
 
 def accumulated(model: Any, rows: list[Tensor], size: int, rank: int) -> Tensor:
-    """The log-probs of all rows, with a backward pass for each `size` of them."""
+    """Return the log-probs of all rows, with a backward pass for each micro-batch of `size` rows."""
     parts: list[Tensor] = []
     for i in range(0, len(rows), size):
         is_last = i + size >= len(rows)
@@ -216,7 +222,7 @@ def plain_names(model: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def exact_gradients(folder: str) -> dict[str, Tensor]:
-    """Of the mean of both ranks' losses, by plain torch in float64, with the weights that bfloat16 rounds to."""
+    """Return the gradients of the mean of both ranks' losses, by plain torch in float64 with bfloat16 weights."""
     model = load(folder, torch.bfloat16).double()
     for rank in (0, 1):
         parts = [F.pad(torch.log_softmax(model(row[None]).logits[0], -1), (0, 0, 1, 0)) for row in sequences(rank)]
@@ -227,7 +233,7 @@ def exact_gradients(folder: str) -> dict[str, Tensor]:
 
 @cache
 def single_gradients(folder: str) -> dict[str, Tensor]:
-    """The same of an aligned model in this process alone."""
+    """Return the same gradients from an aligned model in a single process."""
     model = aligned(folder)
     for rank in (0, 1):
         with torch.autocast("cpu", torch.bfloat16):
@@ -241,12 +247,12 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def compare(name: str, folder: str, rank: int) -> Found:
-    """All batches of a wrapped model. Its gradients are nearly as good as those of a single process."""
+    """Compare all kinds of batches of a wrapped model. Errors of gradients may be twice those of a single process."""
     rows, expected = sequences(rank), expected_log_probs(folder, rank)
     model = WRAPPERS[name](aligned(folder))
     with autocast(name):
         found = {f"micro-batches of {size}": accumulated(model, rows, size, rank) for size in (6, 1, 2)}
-        gradients = {name: whole(parameter.grad) / 3 for name, parameter in plain_names(model)}  # of as many sizes
+        gradients = {name: whole(parameter.grad) / 3 for name, parameter in plain_names(model)}  # three sizes
         with torch.no_grad():
             found |= {batch.__name__: batch(model, rows) for batch in (positioned, padded)}
     exact, single = exact_gradients(folder), single_gradients(folder)
@@ -256,7 +262,7 @@ def compare(name: str, folder: str, rank: int) -> Found:
 
 
 def compare_family(folder: str, rank: int) -> Found:
-    """Sharded by layers. Gradients are those of a single process but for one rounding of bfloat16."""
+    """Compare a model that is sharded by layers. Gradients match a single process up to one bfloat16 rounding."""
     rows, model = sequences(rank), sharded(aligned(folder))
     found = packed(model, rows)
     loss(found, rank).backward()
@@ -268,7 +274,7 @@ def compare_family(folder: str, rank: int) -> Found:
 
 
 def adapted(folder: str) -> Any:
-    """With LoRA, and a norm that is trained whole."""
+    """Return an aligned model with LoRA, and with a norm that is trained without an adapter."""
     sys.path.append(str(Path(__file__).parents[1]))
     from adapters import adapt
 
@@ -279,19 +285,20 @@ def adapted(folder: str) -> Any:
 
 
 def compare_merged(folder: str, rank: int) -> Found:
-    """The merged weights of a sharded model, of which a forward pass has left some whole and rounded."""
+    """Compare the merged weights of a sharded model. A forward pass before has left some of them whole and rounded."""
     model = checkpointed_by_torch(adapted(folder))
     with torch.no_grad():
         packed(model, sequences(rank))
     whole = [name for name, each in model.named_parameters() if not hasattr(each, "full_tensor")]
-    assert any("embed_tokens" in name for name in whole), "premise"
+    assert any("embed_tokens" in name for name in whole), "premise: the embedding is left whole"
     found, expected = (dict(merged_weights(each, torch.float32)) for each in (model, adapted(folder)))
     return Found(len(expected), {name: differences(found[name], each) for name, each in expected.items()}, {})
 
 
 def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
-    """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
-    it. The worker has the weights of another case, so that the first push of adapters is made again with all of them.
+    """Train on samples of a worker, and compare the log-probs of worker and trainer after each push.
+
+    The worker has the weights of another case at first, so the first push of adapters is repeated with all weights.
     """
     model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
@@ -324,7 +331,7 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
     return Found(count, found, {})
 
 
-# Each makes of an aligned model what is not served.
+# Each function wraps an aligned model in an unsupported way.
 
 
 def sharded_inside(model: Any) -> Any:

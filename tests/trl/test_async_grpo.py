@@ -164,8 +164,8 @@ def fail(**_: Any) -> list[float]:
         (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "expected 2 numbers, found"),
         (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "expected finite rewards, found"),
         (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
-        (num_vowels, [], ConfigError, "train_dataset: expected rows each time it is gone through, found none"),
-        (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: expected a column prompt, found text"),
+        (num_vowels, [], ConfigError, "train_dataset: it has no rows, or cannot be iterated again"),
+        (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
     ],
 )
 def test_what_fails_in_the_worker_is_logged_and_raised_in_the_trainer(
@@ -192,7 +192,7 @@ def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: 
         return [1.0, 1.0]
 
     with working(tiny_served, tiny_llama, [hang], settings(tmp_path)) as worker:
-        with pytest.raises(DeadlineError, match="heartbeat_stale_after_s = 1.0 s, found none"):
+        with pytest.raises(DeadlineError, match="no progress for .*heartbeat_stale_after_s = 1.0"):
             until_unhealthy(worker, stale_after_s=1.0)
         goes_on.set()
 
@@ -211,7 +211,7 @@ def test_stop_waits_for_a_reward_function_that_hangs_but_not_for_ever(
         assert hangs.wait(60.0)
         with monkeypatch.context() as patch:
             patch.setattr(async_grpo, "STOP_SECONDS", 0.2)
-            with pytest.raises(DeadlineError, match="expected reward functions to return within 0.2 s, found one"):
+            with pytest.raises(DeadlineError, match="a reward function has not returned within 0.2 s"):
                 worker.stop()
         goes_on.set()
 
@@ -304,16 +304,16 @@ def test_something_must_be_allowed_in_flight(tiny_llama: Path, tmp_path: Path) -
 
 def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    with pytest.raises(ConfigError, match="reward_funcs: expected at least one"):
+    with pytest.raises(ConfigError, match="reward_funcs: there are none; give at least one"):
         TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path), tokenizer, ROWS, [])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(max_staleness=0), "max_staleness: expected at least 1, .* found 0"),
-        (dict(max_staleness=1, token_budget=64), "max_staleness: expected at least 2, .* found 1"),
-        (dict(token_budget=None), "token_budget: expected a number, 0 for none, found None"),
+        (dict(max_staleness=0), "max_staleness: 0 is too low, .* set it to at least 1"),
+        (dict(max_staleness=1, token_budget=64), "max_staleness: 1 is too low, .* set it to at least 2"),
+        (dict(token_budget=None), "token_budget: with None TRL would ask a vLLM server"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

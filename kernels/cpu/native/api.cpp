@@ -1,4 +1,4 @@
-// The C interface of api.h, and what needs no instruction set of its own.
+// The C interface of api.h, and the code that is independent of the instruction set.
 
 #include <algorithm>
 #include <atomic>
@@ -46,7 +46,7 @@ bool has_amx_bf16() {
 #endif
 }
 
-// Best first.
+// All available instruction sets, best first.
 std::vector<const InstructionSet*> find_available() {
     std::vector<const InstructionSet*> sets;
 #if defined(__x86_64__) || defined(EMULATE_TILES)
@@ -68,7 +68,7 @@ const std::vector<const InstructionSet*>& available() {
 
 const InstructionSet* chosen = available()[0];
 
-// A row's logits, none of them NaN, by descending value, ties by ascending id, taken one after the other.
+// Yields a row's ids by descending logit, ties by ascending id. No logit is NaN.
 class Ranking {
   public:
     Ranking(const float* logits, long n) : logits_(logits), ids_(static_cast<size_t>(n)) {
@@ -94,7 +94,7 @@ class Ranking {
     std::vector<long> ids_;
 };
 
-// Sets the logits of a row that its filters drop to -inf; a row with NaN stays as it is. `kept`: memory for n floats.
+// Sets the logits that a row's filters drop to -inf. A row with NaN stays unchanged. `kept`: memory for n floats.
 void filter_row(float* logits, long n, long top_k, float top_p, float min_p, float* kept) {
     float peak, total;
     chosen->log_sum_exp(logits, n, &peak, &total);
@@ -148,7 +148,7 @@ Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
 }
 
-// What a score becomes, and those that all queries of a head have beside. `window` and `soft_cap`: 0 for none.
+// How scores are changed, and the additional scores of each head. `window` and `soft_cap`: 0 for none.
 struct Scoring {
     float scale;
     long window;
@@ -212,7 +212,7 @@ AttentionArgs<T> attention_args(
     return args;
 }
 
-// What all layers of a run have in common, and the memory for what passes from step to step.
+// The common arguments of all layers of a run, and the buffers between steps.
 struct LayerRun {
     long count, k;
     const RotationPointers* rotations;
@@ -249,7 +249,7 @@ DeltaNetArgs<T> delta_net_args(
     return args;
 }
 
-// The arguments of a layer's experts that read `x`, and the place of their first row in `routes` if it is not null.
+// The arguments of a layer's experts that read `x`. `routes`: the place for the experts of the first row, or null.
 template <class T>
 MixtureArgs<T> mixture_args(
     const LayerRun& run, const Input<T>& x, const LayerNumbers& numbers, const ExpertsPointers& from, int32_t* routes
@@ -331,14 +331,14 @@ template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
     const long K = weight.columns;
     parallel(count, [&](long row) {
-        // As `at`, with what the row decides computed once.
+        // Like `at`, with the row's part of the computation done once.
         const T* first = &weight.at(ids[row], 0);
         for (long k = 0; k < K; ++k) out[row * K + k] = first[k / PAIR<T> * PAIR<T> * LANES + k % PAIR<T>];
     });
 }
 
-// The first steps of a whole panel, as many as return, in blocks of four: 4 bytes of each row are one step. They are
-// written past the caches, which would otherwise read what is overwritten.
+// Packs the first steps of a whole panel, in blocks of four, and returns their number. A step is 4 bytes of each row.
+// Streaming stores bypass the caches, which would otherwise first load the overwritten lines.
 template <class T>
 long pack_blocks(const T* rows, long columns, T* panel) {
     long step = 0;
@@ -360,8 +360,8 @@ long pack_blocks(const T* rows, long columns, T* panel) {
     return step;
 }
 
-// A plain matrix [rows, columns] into a packed one; the padding is set to zero. Alone on its thread, without the pool, so
-// that weights are packed beside running ops.
+// Packs a plain matrix [rows, columns] and sets the padding to zero. Runs on the calling thread without the pool, so
+// that weights can be packed while ops run.
 template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
@@ -378,7 +378,7 @@ void pack(const T* rows, const Matrix<T>& out) {
     }
 }
 
-// The bits of the exponent, which are all set in infinities and NaN: there one more carries into the sign's place.
+// Infinities and NaN have all exponent bits set. Adding the lowest exponent bit then carries into the sign bit.
 template <class T>
 bool are_finite(const T* values, long count) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;

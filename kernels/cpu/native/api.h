@@ -1,11 +1,11 @@
-// The C interface: which instruction sets this machine has, which one is used, and every op by plain pointers.
+// The C interface: the instruction sets of this machine, the one in use, and every op with plain pointers.
 //
-// It is declared here alone. kernels/cpu/library.py reads INTERFACE, too: it calls each function with the arguments
-// declared here, and refuses a library that was compiled from another text. INTERFACE holds no preprocessor directives
-// and no macros, and its functions take pointers, long, int and float.
+// INTERFACE is the only declaration. kernels/cpu/library.py reads it too: it calls each function with the arguments
+// declared here, and refuses a library that was compiled from another text. INTERFACE contains no preprocessor
+// directives and no macros. Its functions take pointers, long, int and float.
 //
-// Pointers that may be null say so in the ops' arguments (common.h). Sizes were checked by the caller. `bfloat16` says
-// of what type all activations, weights and caches of a call are: bfloat16, or float32.
+// The ops' arguments (common.h) say which pointers may be null. The caller has checked all sizes. `bfloat16` is the
+// type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32.
 #pragma once
 
 #include <stdint.h>
@@ -16,13 +16,13 @@
 namespace trueroll {
 extern "C" {
 INTERFACE(
-// The weights that make a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/weight.py.
+// The weights for a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/backend.py.
 struct QkvPointers {
     const void* weights[3];
     const void *biases[3], *norms[2];  // or null
 };
 
-// And those of a delta net, in the order of `_delta_net_tensors`.
+// The weights of a delta net, in the order of `_delta_net_tensors`.
 struct DeltaNetPointers {
     const void *inputs[4], *convolution, *decay, *bias, *norm;
 };
@@ -31,14 +31,15 @@ struct MlpPointers {
     const void *gate, *up, *down;
 };
 
-// And those of experts, in the order of `_experts_tensors`. Biases, and what is shared, may be null.
+// The weights of experts, in the order of `_experts_tensors`. Biases and the shared weights may be null.
 struct ExpertsPointers {
     const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
     MlpPointers shared;
     const void* shared_score;
 };
 
-// And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
+// The weights of a layer, in the order of `_layer_tensors`. The two norms of a pair stand before and after, or are
+// null.
 struct LayerPointers {
     const void* mixer_norms[2];
     union {
@@ -53,18 +54,18 @@ struct LayerPointers {
 };
 static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as an array of pointers");
 
-// The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
+// The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/backend.py.
 struct AttentionNumbers {
     double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
         pairs, is_gated;
 };
 
-// And those of a delta net, in the order of `_delta_net_numbers`.
+// The numbers of a delta net, in the order of `_delta_net_numbers`.
 struct DeltaNetNumbers {
     double key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, norm_zero_centered;
 };
 
-// And those of a whole layer, in the order of `_layer_numbers`.
+// The numbers of a layer, in the order of `_layer_numbers`.
 struct LayerNumbers {
     double has_delta_net;
     union {
@@ -73,7 +74,7 @@ struct LayerNumbers {
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
     double experts, top_k, is_normed, shared;  // 0 without experts
-    double pieces;  // of products that lead back to hidden states: 1, which Python checks
+    double pieces;  // of products back to hidden states: always 1, which Python checks
 };
 static_assert(sizeof(LayerNumbers) == 22 * sizeof(double), "Python fills it as an array of numbers");
 
@@ -81,7 +82,7 @@ struct CachePointers {
     const void *keys, *values;
 };
 
-// What a layer remembers.
+// A layer's memory.
 union MemoryPointers {
     CachePointers caches;
     struct {
@@ -93,22 +94,22 @@ struct RotationPointers {
     const float *cosines, *sines;
 };
 
-// Where a layer keeps the keys and values of a step's tokens; the same for all layers of a group.
+// Where a layer stores the keys and values of a step's tokens. All layers of a group have the same pages.
 struct PagePointers {
     const int64_t *slots, *tables;
     int64_t max_blocks;
 };
 
-// This text, as the preprocessor gives it, of the library that was compiled.
+// Returns INTERFACE as the preprocessor gives it, from when the library was compiled.
 const char* trueroll_declarations();
 
-// The name of the i-th instruction set that this machine has, best first; null past the last one.
+// Returns the name of this machine's i-th instruction set, best first; null past the last one.
 const char* trueroll_isa_at(long i);
 
-// The name of the one in use.
+// Returns the name of the instruction set in use.
 const char* trueroll_isa();
 
-// Takes the instruction set of this name for all later calls; false if there is none.
+// Uses the instruction set of this name for all later calls. Returns false if there is none.
 int trueroll_set_isa(const char* name);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);
@@ -119,7 +120,7 @@ void trueroll_merge(
     int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale, void* out
 );
 
-// `packed`: what `merge` gives, packed; `finite`: whether all of it is.
+// `packed`: the result of `merge`, packed. `finite`: whether all values are finite.
 void trueroll_merge_into(
     int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale,
     void* packed, bool* finite
@@ -160,12 +161,12 @@ void trueroll_attention(
     const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
 );
 
-// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of
-// `StateBatch`, or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. Memory for
-// what passes from step to step: `middle` [count, k], and as the largest layer needs `active` [count, intermediate], or
-// the shared expert's, and for attention `projected`, `gates` if it has any, and `mixed` [count, heads * head_dim]; for
-// a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count, value_heads * value_dim] and
-// `rates` [2, count, value_heads].
+// Runs layers one after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: as in
+// `StateBatch`, or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. The other
+// pointers are buffers between steps, of the size that the largest layer needs: `middle` [count, k]; `active` [count,
+// intermediate size of the MLP or shared expert]. For attention: `projected`, `mixed` and, with output gates, `gates`,
+// all [count, heads * head_dim]. For a delta net: `projected` and `convolved` [count, channels], `gates` and `mixed`
+// [count, value_heads * value_dim], `rates` [2, count, value_heads].
 void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
@@ -196,7 +197,7 @@ void trueroll_convolve(
     long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
 );
 
-// The recurrence of a gated delta net; `DeltaRuleArgs` has the shapes.
+// The recurrence of a gated delta net. `DeltaRuleArgs` has the shapes.
 void trueroll_delta_rule(
     long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
     long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
@@ -209,14 +210,14 @@ void trueroll_route(
     int is_replayed, int32_t* ids, float* gates
 );
 
-// The experts of rows x [count, k], with n inner columns each; `ExpertsArgs` has the shapes.
+// Applies the experts, with n inner columns each, to rows x [count, k]. `ExpertsArgs` has the shapes.
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
     const float* gates, const void* shared, void* out
 );
 
-// Cosines and sines [count, half] of the angles positions times inv_freq, times scale.
+// Cosines and sines [count, half] of the angles positions times inv_freq, multiplied by scale.
 void trueroll_rotation(
     long threads, const int64_t* positions, long count, const float* inv_freq, long half, float scale, float* cosines,
     float* sines
@@ -233,7 +234,7 @@ void trueroll_token_statistics(
     float* entropies, int64_t* top_ids, float* top_log_probs
 );
 
-// One token for each row of float32 logits [count, n].
+// Draws one token for each row of float32 logits [count, n].
 void trueroll_sample(
     long threads, const float* logits, long count, long n, const int64_t* seeds, const int64_t* positions, int64_t* out
 );

@@ -1,14 +1,14 @@
 // Paged attention. A part of kernels.h.
 
-// A part of a softmax over the keys, for several query rows: the largest score, the sum of the exponentials relative
-// to it, and the sum of the values weighted by them [rows, head_dim]. A peak of -inf: no key was seen.
+// The softmax over a part of the keys, for several query rows: the largest score, the sum of the exponentials relative
+// to it, and the sum of the values weighted by them [rows, head_dim]. A peak of -inf means that no key was seen.
 struct Partial {
     float *peaks, *totals, *out;
 
     static long size(long rows, long head_dim) { return rows * (head_dim + 2); }
     Partial(float* memory, long rows) : peaks(memory), totals(memory + rows), out(memory + 2 * rows) {}
 
-    // The same from row `row` on.
+    // The same partial softmax from row `row` on.
     Partial from(long row, long head_dim) const {
         Partial rest = *this;
         rest.peaks += row, rest.totals += row, rest.out += row * head_dim;
@@ -22,13 +22,13 @@ inline void copy(const Partial& from, const Partial& to, long rows, long head_di
     memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
 }
 
-// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits, and those
-// that saw nothing before take the bits of the part.
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of the part keep their bits.
+// Rows that saw nothing before take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
         float before_scale[LANES], after_scale[LANES];
-        // What stands past the last peak is part of the memory, and of no result.
+        // Values past the last peak are within the memory but affect no result.
         const F before = load(state.peaks + first), after = load(next.peaks + first), top = max(before, after);
         store(before_scale, exp(sub(before, top)));
         store(after_scale, exp(sub(after, top)));
@@ -55,7 +55,7 @@ inline void clear(const Partial& state, long rows, long head_dim) {
 }
 
 // Queries [first, first + count) of each of the sequences [sequence, sequence + members), for the heads that share one
-// key-value head. Its rows are (member, query, head of the group).
+// key-value head. The rows are (member, query, head of the group).
 struct QueryTile {
     long sequence, members, kv_head, first, count;
 };
@@ -65,7 +65,7 @@ struct Keys {
     long first, end;
 };
 
-// Which of `keys` keys the queries of a tile see: query i those in [from(i), to(i)).
+// Which of `keys` keys the queries of a tile see: query i sees [from(i), to(i)).
 struct Sight {
     long first_from, first_to, keys;
 
@@ -90,16 +90,17 @@ class Attention {
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
-    // they lie in.
+    // that contain them.
     long first_key(const QueryTile& tile) const { return larger(0, position(tile, 0) + 1 - args_.window); }
     long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
     long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
-    // Rows of scores are turned into weights by two panels at once, which begin at multiples of that.
+    // Rows of scores become weights two panels at a time. These pairs begin at multiples of this.
     static constexpr long TWO_PANELS = 2 * LANES;
 
-    // Adds what a split of a tile reads to `ahead`, which has room for it; nothing unless a block is one panel.
+    // Adds the panels that a split of a tile reads to `ahead`, which has room for them. Does nothing unless a block is
+    // one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
         if (caches_.block_size != LANES) return;
         const long end = smaller((split + 1) * KV_SPLIT, context(tile)), behind = first_key(tile) / LANES * LANES;
@@ -109,8 +110,8 @@ class Attention {
         }
     }
 
-    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile; fetches the next split of the next tile,
-    // and what is ahead.
+    // Reduces keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile. Prefetches the next split of the
+    // next tile, and the panels in `ahead`.
     void reduce(
         const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out,
         const Ahead<T>& ahead = {nullptr, 0}
@@ -149,8 +150,8 @@ class Attention {
         multiply(weighing, n, false, out.out, D);
     }
 
-    // The same with a tile of its own for each query, so that none meets a value that is no number at a later place:
-    // a weight of 0 would pass it on.
+    // Reduces each query in its own tile, so that no query meets a NaN or infinite value of a later token: a weight of
+    // 0 would pass it on.
     void reduce_one_by_one(const QueryTile& tile, long split, const Partial& out) const {
         for (long i = 0; i < tile.count; ++i) {
             const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
@@ -170,22 +171,22 @@ class Attention {
                 F total = set1(state.totals[row]), kept = set1(1.0f);
                 if (args_.sinks != nullptr)
                     fold_sink(set1(state.peaks[row]), widened(args_.sinks[tile.kv_head * group_ + i]), total, kept);
-                // The sign of a zero may depend on the tile's other queries; + 0 takes it away.
+                // The sign of a zero may depend on the tile's other queries; + 0 makes it positive.
                 for (long j = 0; j < dim_; j += LANES)
                     store(out + j, div(add(mul(load(state.out + row * dim_ + j), kept), set1(0.0f)), total));
             }
         });
     }
 
-    // Adds a score whose value is zero to a row's total; `kept`: what the row's values are multiplied by for that.
+    // Adds a score with a value of zero to a row's total. `kept`: the factor for the row's values.
     static void fold_sink(F peak, float sink, F& total, F& kept) {
         const F top = max(peak, set1(sink));
         kept = exp(sub(peak, top));
         total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
-    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the
-    // cache has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
+    // Pointers to the 16-token panels of a split, `count` tokens from `start` on: in the cache, or in a copy if the
+    // cache has no whole panel. The values of the first `unseen` tokens, which no query of the tile sees, are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
@@ -202,14 +203,14 @@ class Attention {
                 keys[i] = attention.key_panel(tile, token);
                 values[i] = attention.value_panel(tile, token);
                 if (!aligned) keys[i] = copy_keys(caches, table, tile.kv_head, token, tokens, copies);
-                // What no query sees may be no number, which even a weight of 0 would pass on.
+                // A value that no query sees may be NaN or infinite, and even a weight of 0 would pass that on.
                 const long first = larger(0, smaller(tokens, unseen - i * LANES));
                 if (!aligned || tokens < LANES || first > 0)
                     values[i] = copy_values(caches, table, tile.kv_head, token, first, tokens, copies + LANES * D);
             }
         }
 
-        // Whether the values of the first `panels` panels are numbers.
+        // Returns whether all values of the first `panels` panels are finite.
         bool all_finite(long panels, long count) const {
             F zero = set1(0.0f);
             for (long i = 0; i < panels; ++i)
@@ -228,7 +229,7 @@ class Attention {
             return out;
         }
 
-        // The values of tokens [token + first, token + n); zeros for the others of the panel.
+        // Copies the values of tokens [token + first, token + n); the rest of the panel is zeros.
         static T* copy_values(
             const Caches<T>& caches, const int64_t* table, long head, long token, long first, long n, T* out
         ) {
@@ -241,7 +242,7 @@ class Attention {
                     memcpy(out + t * D, block, static_cast<size_t>(D * PAIR<T>) * sizeof(T));
                     continue;
                 }
-                const long one = t < first ? 1 : 0;  // of the pair
+                const long one = t < first ? 1 : 0;  // index within the pair
                 for (long d = 0; d < D; ++d) out[t * D + d * PAIR<T> + one] = block[d * PAIR<T> + one];
             }
             return out;
@@ -251,7 +252,7 @@ class Attention {
   private:
     const int64_t* table(const QueryTile& tile) const { return args_.tables + tile.sequence * args_.max_blocks; }
 
-    // Where the cache holds a token, or the sequence's last one if there are fewer.
+    // Where the cache holds a token, or the sequence's last token if the sequence is shorter.
     const T* key_panel(const QueryTile& tile, long token) const {
         const long t = smaller(token, context(tile) - 1), block = table(tile)[t / caches_.block_size];
         return caches_.key_block(block, tile.kv_head) + t % caches_.block_size * PAIR<T>;
@@ -261,8 +262,8 @@ class Attention {
         return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
     }
 
-    // Lets the passes of a product after the first one fetch the panels ahead, spread evenly over the `spare` ones that
-    // they have room for; each takes up `width` entries of a table.
+    // Makes the later passes of a product fetch the panels ahead. The panels are spread evenly over the passes' `spare`
+    // entries of the table; each panel takes `width` entries.
     void fetch_ahead(Factors<T>& factors, const Ahead<T>& ahead, long spare, long width) const {
         const long own = factors.rounds * factors.width;
         const T** tables = scratch<const T*>(NEXT, own + spare * width);
@@ -279,7 +280,7 @@ class Attention {
         return args_.context_lens[tile.sequence] - (starts[1] - starts[0]) + tile.first + query;
     }
 
-    // Which keys of a split a tile's queries see: all of them do if they belong to several sequences.
+    // Which keys of a split a tile's queries see. They see all keys if they belong to several sequences.
     Sight sight_of(const QueryTile& tile, long split) const {
         const long start = split * KV_SPLIT;
         if (tile.members > 1) return {-tile.members * tile.count, KV_SPLIT, KV_SPLIT};
@@ -287,7 +288,7 @@ class Attention {
         return {end - args_.window, end, smaller(KV_SPLIT, context(tile) - start)};
     }
 
-    // The rows of a tile [rows, head_dim], one after the other.
+    // Copies the rows of a tile [rows, head_dim] one after the other.
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
         T* next = q;
@@ -298,7 +299,7 @@ class Attention {
         return q;
     }
 
-    // Where the heads of a tile stand among all queries, for one query after the other.
+    // Calls `visit` with the offset of the tile's heads among all queries, for one query after the other.
     template <class Visit>
     void visit_heads(const QueryTile& tile, const Visit& visit) const {
         for (long member = 0; member < tile.members; ++member) {
@@ -312,18 +313,18 @@ class Attention {
         const float scale = args_.soft_cap > 0.0f ? 1.0f : args_.scale;
         const long panels = round_up(sight.keys, LANES) / LANES;
         if (args_.soft_cap > 0.0f) cap(scores, n, panels);
-        // In loops of their own, so that a core overlaps the rows.
+        // Separate loops let a core overlap the rows.
         for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(sight, row));
         for (long row = 0; row < n; ++row) {
             const float top = out.peaks[row];
             const float total =
                 weigh(scores + row * KV_SPLIT, seen(sight, row), top, scale, panels, weights + row * KV_SPLIT);
             out.totals[row] = total;
-            out.peaks[row] = total == total ? top * scale : total;  // a maximum may pass over what is no number
+            out.peaks[row] = total == total ? top * scale : total;  // a maximum may ignore a NaN
         }
     }
 
-    // Scales the scores and bounds them: s becomes soft_cap * tanh(s / soft_cap), by exponentials.
+    // Scales and bounds the scores: s becomes soft_cap * tanh(s / soft_cap), computed with exponentials.
     void cap(float* scores, long n, long panels) const {
         const F scale = set1(args_.scale), most = set1(args_.soft_cap), slope = set1(-2.0f / args_.soft_cap);
         for (long row = 0; row < n; ++row)
@@ -338,7 +339,8 @@ class Attention {
 
     Keys seen(const Sight& sight, long row) const { return {sight.from(row / group_), sight.to(row / group_)}; }
 
-    // The largest of a row's scores for the keys it sees. Fills up to whole pairs of panels with -inf.
+    // Returns the largest of a row's scores for the keys it sees. Fills the rest of the first and last pair of panels
+    // with -inf.
     float highest(float* scores, const Keys& seen) const {
         const long start = seen.first / TWO_PANELS * TWO_PANELS;
         for (long i = start; i < seen.first; ++i) scores[i] = -INFINITY;
@@ -348,11 +350,11 @@ class Attention {
         return peak(most);
     }
 
-    // Turns them into weights relative to `top`, rounded to T, and zeros for the other keys of `panels` panels; returns
-    // their sum. May write one panel more, as rows lie KV_SPLIT apart.
+    // Turns scores into weights relative to `top`, rounded to T, with zeros for the other keys of `panels` panels, and
+    // returns the sum of the weights. May write one panel more, since rows lie KV_SPLIT apart.
     float weigh(const float* scores, const Keys& seen, float top, float scale, long panels, T* weights) const {
         const F shift = set1(top == -INFINITY ? 0.0f : top);
-        // The scores less the top first: so the largest comes out as e^0, however huge it is.
+        // Subtracting the top before scaling makes the largest weight e^0, for scores of any size.
         const auto weight = [&](long i) { return scaled_exp<T>(sub(load(scores + i), shift), scale); };
         F sums = set1(0.0f);
         long i = 0;
@@ -369,8 +371,9 @@ class Attention {
 
 constexpr long QUERY_ROWS = 48;
 
-// Splits [first, end) of the keys for one tile, folded from left to right. `memory`: where the result goes, a Partial;
-// null for all of the keys, whose result is what the attention returns. `place`: splits of large tasks before this one.
+// Splits [first, end) of the keys for one tile, folded from left to right. `memory`: the place of the result, a
+// Partial; null for a task with all of the keys, which stores the attention's output. `place`: splits of large tasks
+// before this one.
 struct AttentionTask {
     QueryTile tile;
     long first, end;
@@ -378,12 +381,12 @@ struct AttentionTask {
     long place;
 };
 
-// Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
-// each split is a task of its own, so that a long sequence keeps all threads busy; neighbouring sequences with equally
-// many queries, which all see all of a split and have the same blocks from the first such one to its end, share its
-// task, and read it once. The splits that such sequences share from split 0 on are one task, which leaves a single part
-// to fold, if it has many rows (`is_large`) and such tasks divide evenly among the threads, or are four or more for
-// each.
+// Cuts a batch into tasks. A sequence with more queries than fit in one tile is cut into tiles. For every other
+// sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences share a task
+// for a split, and read it once, if they have equally many queries, if all their queries see all of the split, and if
+// they have the same blocks from the first such split to the end of this one. The splits that such sequences share from
+// split 0 on become a single task, which leaves a single part to fold. This requires that the task has many rows
+// (`is_large`), and that such tasks divide evenly among the threads, or number four or more for each.
 template <class T>
 class AttentionPlan {
   public:
@@ -424,7 +427,7 @@ class AttentionPlan {
             }
     }
 
-    // Whether all queries of a sequence lie in one tile.
+    // Returns whether all queries of a sequence lie in one tile.
     bool fits_tile(long i) const { return queries(i) <= most_; }
     bool is_large(const QueryTile& tile) const { return !fits_tile(tile.sequence) || op_.rows(tile) > PASS_ROWS<T>; }
     bool has_split(long i, long split) const {
@@ -432,7 +435,7 @@ class AttentionPlan {
     }
     // The first split that any query of a sequence sees.
     long first_split(long i) const { return op_.first_split({i, 1, 0, 0, queries(i)}); }
-    // The split behind the first task of a sequence.
+    // The split after the first task of a sequence.
     long second_part(long i) const { return larger(first_split(i) + 1, first_parts_[i]); }
     long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
     const Attention<T>& op() const { return op_; }
@@ -447,7 +450,7 @@ class AttentionPlan {
         return has_split(i, split) && (split == 0 || split >= first_parts_[i]);
     }
 
-    // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
+    // Returns how many sequences from i on share a task that begins with this split; 1 if i has no such task.
     long members(long i, long split) const {
         if (!begins_task(i, split)) return 1;
         const auto joins = [&](long j) {
@@ -463,8 +466,8 @@ class AttentionPlan {
         long first, end;
     };
 
-    // Those that a sequence shares with the one before it: both have the same blocks there, and all queries of both see
-    // all of each split.
+    // The splits that a sequence shares with the one before it: both have the same blocks there, and all queries of
+    // both see all of each split.
     Splits shared_with_previous(long i) const {
         if (i == 0 || queries(i - 1) != queries(i)) return {0, 0};
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
@@ -483,21 +486,22 @@ class AttentionPlan {
     const Attention<T> op_;
     const long most_;
     long splits_ = 0;
-    // By sequence: the splits it shares with the one before it, and the end of those that its task of split 0 joins.
+    // By sequence: the splits shared with the sequence before it, and the end of the splits joined into its task of
+    // split 0.
     Splits* const shared_;
     long* const first_parts_;
 };
 
-// Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
-// long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow each split of a
-// large one on its thread, which fetches their keys and values while it computes the split. At least an eighth of them,
-// rounded down, follows none and comes last, so that the threads finish close together.
+// Runs the tasks of a batch: first `large` ones, then `small` ones, which are single splits of few rows. A large task
+// computes for long and reads little; a small one is the opposite. So up to MOST_FOLLOWERS small tasks follow each
+// split of a large task on its thread, which prefetches their keys and values while it computes the split. At least an
+// eighth of the small tasks, rounded down, follow none and come last, so that the threads finish close together.
 template <class T>
 class AttentionRun {
   public:
     static constexpr long MOST_FOLLOWERS = 8;
 
-    // `splits`: of all large tasks.
+    // `splits`: the number of splits of all large tasks.
     AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long large, long splits, long small)
         : op_(op), tasks_(tasks), large_(large), splits_(splits),
           followers_(smaller(small - small / 8, splits * MOST_FOLLOWERS)), units_(large + small - followers_) {}
@@ -519,13 +523,13 @@ class AttentionRun {
     }
 
   private:
-    // The task that a unit begins with; that of the last unit for any after it.
+    // The task that a unit begins with. Units past the last one have the last one's task.
     const AttentionTask& leader(long unit) const {
         const long u = smaller(unit, units_ - 1);
         return tasks_[u < large_ ? u : u + followers_];
     }
 
-    // One split of a leader and those that follow it; then comes split `next_split` of `next`.
+    // Computes one split of a leader and its followers. Split `next_split` of `next` comes after them.
     void reduce(
         const AttentionTask& task, long split, const AttentionTask& next, long next_split, const Partial& out
     ) const {
@@ -534,7 +538,7 @@ class AttentionRun {
         visit_followers(task, split, [&](const AttentionTask& follower) {
             op_.look_ahead(follower.tile, follower.first, ahead);
         });
-        // The followers' keys are among what is ahead, so the next leader's are fetched in their place.
+        // The followers' keys are already in `ahead`, so the next leader's keys are fetched in their place.
         op_.reduce(task.tile, split, next.tile, next_split, out, ahead);
         const auto compute = [&](const QueryTile& later, long later_split) {
             op_.reduce(small->tile, small->first, later, later_split, Partial(small->memory, op_.rows(small->tile)));
@@ -557,9 +561,9 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between
-// runs may change into others that it `serves`. The plan lies in scratch memory of the thread that made
-// it, and holds until that thread plans again or runs the head.
+// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`. Between runs
+// they may change into other arguments that the plan `serves`. The plan lies in scratch memory of the thread that made
+// it. It is valid until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {
   public:
@@ -570,7 +574,7 @@ class PlannedAttention {
         fill();
     }
 
-    // Whether it is the plan of other arguments for the same batch, too.
+    // Returns whether the plan also fits other arguments for the same batch.
     bool serves(const AttentionArgs<T>& other) const {
         const Caches<T>&here = args_.caches, &there = other.caches;
         return args_.tables == other.tables && args_.window == other.window && args_.heads == other.heads &&
@@ -598,7 +602,7 @@ class PlannedAttention {
         });
     }
 
-    // Fills in the tasks and where their results go.
+    // Fills in the tasks and the places of their results.
     void fill() {
         const Attention<T>& op = plan_.op();
         float* partials = scratch<float>(RESULTS, memory_);
@@ -617,7 +621,7 @@ class PlannedAttention {
         });
     }
 
-    // For every sequence, key-value head and split that begins a part: where its rows of that part begin.
+    // For every sequence, key-value head and split that begins a part: where the sequence's rows of that part begin.
     Partial* part(long sequence, long kv_head, long split) const {
         return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_ + split - plan_.first_split(sequence);
     }

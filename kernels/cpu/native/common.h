@@ -1,9 +1,9 @@
-// What all translation units share: number types, the arguments of the ops, the table of one instruction set's ops, and
+// Shared by all translation units: number types, the arguments of the ops, the table of an instruction set's ops, and
 // the thread pool. Sizes and strides count elements unless they say bytes.
 //
-// A packed matrix [rows, columns] is stored in panels of 16 rows. A panel holds, for each step over the columns, the
-// values of its 16 rows side by side: one float32, or a pair of bfloat16 of neighbouring columns. Rows are filled up to
-// a multiple of 16 and columns to one of COLUMN_MULTIPLE, with zeros.
+// A packed matrix [rows, columns] is stored in panels of 16 rows. For each step over the columns, a panel holds the
+// values of its 16 rows side by side: one float32 per row, or a pair of bfloat16 of neighbouring columns. Rows are
+// padded with zeros to a multiple of 16, columns to a multiple of COLUMN_MULTIPLE.
 #pragma once
 
 #include <math.h>
@@ -51,7 +51,7 @@ struct Norm {
     bool zero_centered;
 };
 
-// Rows of activations [count, columns], and the norm that they pass first.
+// Rows of activations [count, columns], and the norm that is applied to them first.
 template <class T>
 struct Input {
     const T* data;
@@ -77,8 +77,8 @@ struct GateUpArgs {
     T* out;
 };
 
-// The experts of rows of a router's logits [count, experts], by ascending id, and their gates, both [count, top_k].
-// `is_normed`: gates are shares of the row's experts, not of all. `is_replayed`: the experts are there already.
+// The experts of a router's logits [count, experts], by ascending id, and their gates, both [count, top_k].
+// `is_normed`: gates are shares among the row's experts instead of all experts. `is_replayed`: `chosen` is an input.
 template <class T>
 struct RouteArgs {
     const T* logits;
@@ -88,8 +88,9 @@ struct RouteArgs {
     float* gates;
 };
 
-// `x` and `out`: [count, columns of gate_up]. The matrices and biases of all experts are below one another, as in
-// `ExpertsWeights` of kernels/contract.py; each begins with a panel. `shared`, `residual`: [count, ...], added in turn.
+// `x` and `out`: [count, columns of gate_up]. The matrices and biases of all experts are stored one below the other, as
+// in `ExpertsWeights` of kernels/contract.py. Each begins with a panel. `shared`, `residual`: [count, ...], added in
+// turn.
 template <class T>
 struct ExpertsArgs {
     const T* x;
@@ -104,8 +105,8 @@ struct ExpertsArgs {
     T* out;
 };
 
-// What leads to `experts`, which here lacks x, chosen, gates and shared. A shared expert has rows, or there is none;
-// `active`: for its inner rows.
+// The steps that lead to `experts`, which here lacks x, chosen, gates and shared. Without a shared expert,
+// `shared_gate` has no rows. `active`: memory for the shared expert's inner rows.
 template <class T>
 struct MixtureArgs {
     Input<T> x;
@@ -118,8 +119,8 @@ struct MixtureArgs {
     T* active;
 };
 
-// The caches of keys and values: per block and key-value head `block_size` tokens of `head_dim` values. Keys stand as
-// [head_dim / PAIR][token][PAIR], values as [token / PAIR][head_dim][PAIR].
+// The caches of keys and values: `block_size` tokens of `head_dim` values per block and key-value head. Keys are stored
+// as [head_dim / PAIR][token][PAIR], values as [token / PAIR][head_dim][PAIR].
 template <class T>
 struct Caches {
     T *keys, *values;
@@ -134,13 +135,13 @@ struct QkvArgs {
     Input<T> x;
     Matrix<T> weights[3];
     const T* biases[3];  // or null
-    Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all of them at once
+    Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all heads at once
     bool over_heads;
-    long pairs;                    // of a head that turn; what lies behind them stays as it is
+    long pairs;                    // rotated pairs of a head; the rest of the head stays unchanged
     const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
-    T *q, *gates;  // `gates`: null, or for what the weights have behind each head's query
-    long stride;   // from one head to the next, of each
+    T *q, *gates;  // `gates`: null, or for the gate values after each head's query
+    long stride;   // from one head to the next, of q and of gates
     Caches<T> caches;
 
     long heads() const { return weights[0].rows / caches.head_dim / (gates == nullptr ? 1 : 2); }
@@ -154,8 +155,8 @@ struct AttentionArgs {
     long heads, sequences;
     const int64_t *query_starts, *context_lens, *tables;
     long max_blocks;
-    float scale;     // positive: the largest score is found before it is scaled
-    long window;     // how many keys a query sees, itself included, or NO_WINDOW
+    float scale;     // positive, since the largest score is found before scaling
+    long window;     // number of keys a query sees, itself included, or NO_WINDOW
     float soft_cap;  // or 0
     const T* sinks;  // [heads], or null
 };
@@ -164,7 +165,8 @@ constexpr long NO_WINDOW = 1l << 62;
 
 constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
 
-// As `StateBatch` there: each sequence's rows, and the slots of its state before, or -1 for none, and after them.
+// As `StateBatch` in kernels/contract.py: each sequence's rows, and the slots of its state before them, or -1 for none,
+// and after them.
 struct StateBatch {
     long sequences;
     const int64_t *starts, *reads, *writes;
@@ -193,8 +195,8 @@ struct DeltaRuleArgs {
     long channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
 
-// The arguments of a delta net's ops in their order. `inputs`: of q, k and v side by side, of z, which gates `norm` of
-// what comes out, of b and of a.
+// The arguments of a delta net's ops in order. `inputs`: the products for q, k and v side by side, for z, for b and for
+// a. z gates the normed output (`norm`).
 template <class T>
 struct DeltaNetArgs {
     LinearArgs<T> inputs[4];
@@ -203,8 +205,9 @@ struct DeltaNetArgs {
     Norm<T> norm;
 };
 
-// The arguments of a layer's ops in their order. Each op reads what those before it wrote. A layer has a delta net, or
-// queries and attention; and a mixture, or an MLP. `after_mixer` and `after_mlp`: norms of what is added to a residual.
+// The arguments of a layer's ops in order. Each op reads the results of the ops before it. A layer has a delta net, or
+// queries and attention; and a mixture, or an MLP. `after_mixer` and `after_mlp`: norms of outputs before they are
+// added to a residual.
 template <class T>
 struct LayerArgs {
     bool has_delta_net, has_experts;
@@ -222,8 +225,8 @@ struct LayerArgs {
 // As in kernels/contract.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
-// What is asked for, `count` times. `rows`: which row of `hidden` it reads. `targets`: SAMPLE, GREEDY, or the token
-// whose log-prob is asked for. `raw`: the log-prob is of the logits as they are, not over the temperature.
+// `count` requests. `rows`: the row of `hidden` that each one reads. `targets`: SAMPLE, GREEDY, or the id of the token
+// to score. `raw`: the log-prob is computed from the logits as they are, without the temperature.
 template <class T>
 struct HeadArgs {
     const T* hidden;
@@ -236,7 +239,7 @@ struct HeadArgs {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
-    // As in `TokenStatistics` of kernels/contract.py. `entropies`: null if no statistics are asked for.
+    // As in `TokenStatistics` of kernels/contract.py. `entropies`: null if no statistics are wanted.
     long k;
     float* entropies;
     int64_t* top_ids;
@@ -253,7 +256,7 @@ struct MergeArgs {
     float scale;
     T* out;
 
-    // Of the rows of a panel, which go to `to`.
+    // The arguments for the rows of one panel, with `to` as the output.
     MergeArgs panel(long number, T* to) const {
         const long row = number * LANES, count = rows - row < LANES ? rows - row : LANES;
         return {weight + row * columns, count, columns, a, b + row * rank, rank, scale, to};
@@ -279,10 +282,10 @@ struct Ops {
     void (*merge)(const MergeArgs<T>&);
 };
 
-// Where the statistics of one row go; see `TokenStatistics` in kernels/contract.py.
+// The places for the statistics of one row; see `TokenStatistics` in kernels/contract.py.
 struct Statistics {
     float *log_prob, *entropy;
-    int64_t* top_ids;       // k of them
+    int64_t* top_ids;       // [k]
     float* top_log_probs;
 };
 
@@ -299,7 +302,7 @@ struct InstructionSet {
     const Ops<float>& ops(float) const { return float32; }
 };
 
-// The log-prob of a logit, from what `log_sum_exp` gives for its row; computed in double and rounded once.
+// The log-prob of a logit, from the results of `log_sum_exp` for its row. Computed in double and rounded once.
 inline float log_prob(float logit, float peak, float total) {
     return static_cast<float>((static_cast<double>(logit) - peak) - ::log(static_cast<double>(total)));
 }
@@ -316,7 +319,7 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// Held during a call into the library: one call at a time, on `threads` threads, with the default treatment of floats.
+// Held during a call into the library. Allows one call at a time, on `threads` threads, with the default float mode.
 class Call {
   public:
     explicit Call(long threads);
@@ -327,7 +330,8 @@ class Call {
     const unsigned float_mode_;
 };
 
-// Beside a call of another thread, on the calling thread alone; on those that the last call had while there is none.
+// Held during a call that may run while another thread holds a `Call`. It then runs on the calling thread alone. If no
+// `Call` is held, it runs on the threads of the last one.
 class CallBeside {
   public:
     CallBeside();
@@ -347,7 +351,8 @@ class CallBeside {
     const bool has_pool_;
 };
 
-// Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
+// Memory of the calling thread for one purpose, aligned to 64 bytes. Valid until the thread asks for the same purpose
+// again.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, ORDER, ENDS, PIECES, GATHERED,

@@ -1,10 +1,10 @@
-// Mixtures of experts: which experts a row goes to, and what they make of it. A part of kernels.h.
+// Mixtures of experts: which experts a row goes to, and the sum of their outputs. A part of kernels.h.
 //
-// Rows are sorted by expert, so that each expert's panels are read once for all its rows. A row's experts are added by
-// the one task that owns its columns, expert after expert: their order follows neither threads nor other rows.
+// Rows are sorted by expert, so that each expert's panels are read once for all its rows. A row's experts are added one
+// after the other by the single task that owns the columns. So their order depends on neither threads nor other rows.
 
-// The ids of the k highest scores, of equal ones the lower ids, in ascending order. Different ones even if some scores
-// are no numbers.
+// Writes the ids of the k highest scores in ascending order. Among equal scores the lower ids win. The ids are distinct
+// even if some scores are NaN.
 inline void choose(const float* scores, long count, long k, int32_t* chosen) {
     const auto move_up = [&](int32_t id, long place, const auto& is_before) {
         for (; place > 0 && is_before(id, chosen[place - 1]); --place) chosen[place] = chosen[place - 1];
@@ -50,12 +50,13 @@ void route(const RouteArgs<T>& args) {
     });
 }
 
-// Some of the rows of one expert: those at [first, first + count) of all that are sorted by expert.
+// Some rows of one expert: rows [first, first + count) of all rows sorted by expert.
 struct Piece {
     long expert, first, count;
 };
 
-// The (row, expert) pairs of some rows, sorted by expert, then by row. Lies in scratch memory of the thread that made it.
+// The (row, expert) pairs of some rows, sorted by expert, then by row. Lies in scratch memory of the thread that made
+// it.
 class SortedRows {
   public:
     SortedRows(const int32_t* chosen, long rows, long top_k, long experts)
@@ -69,7 +70,7 @@ class SortedRows {
     }
 
     long pairs() const { return pairs_; }
-    // Which pair stands at a place, as row * top_k + the place of its expert among the row's.
+    // The pair at a place, as row * top_k + the index of its expert among the row's experts.
     long pair(long place) const { return order_[place]; }
     long num_pieces() const { return num_pieces_; }
     const Piece& piece(long i) const { return pieces_[i]; }
@@ -112,7 +113,7 @@ class RoutedRows {
     }
 
   private:
-    // The rows side by side, as they are sorted, filled up with zeros to whole steps; inner rows too.
+    // Copies the rows into sorted order and pads them with zeros to whole steps. Pads the inner rows too.
     void gather() const {
         const long K = args_.gate_up.columns;
         parallel(round_up(rows_.pairs(), NORM_ROWS) / NORM_ROWS, [&](long task) {
@@ -126,7 +127,7 @@ class RoutedRows {
         });
     }
 
-    // As in `gate_up`, piece by piece.
+    // Like `gate_up`, piece by piece.
     void multiply_gate_up() const {
         constexpr long WIDTH = 2;
         const long panels = inner_size_ / LANES, groups = round_up(panels, WIDTH) / WIDTH;
@@ -151,7 +152,7 @@ class RoutedRows {
         });
     }
 
-    // From the products with gate at `c` and, `distance` further on, with up.
+    // Activates 16 inner columns. The product with gate is at `c`, the product with up `distance` further on.
     void activate_inner(const Piece& piece, long row, long column, const float* c, long distance) const {
         F gate = load(c), up = load(c + distance);
         if (args_.gate_up_bias != nullptr) {
@@ -162,7 +163,7 @@ class RoutedRows {
         store(inner_ + (piece.first + row) * inner_stride_ + column, active);
     }
 
-    // Each task takes some columns of all experts, one after the other.
+    // Each task takes some columns of all experts, one expert after the other.
     void multiply_down() const {
         const long panels = args_.down.rows / args_.experts / LANES, width = down_width(panels);
         const long groups = round_up(panels, width) / width, whole = args_.down.steps() * LANES * PAIR<T>;
@@ -184,14 +185,14 @@ class RoutedRows {
         });
     }
 
-    // Wide tasks read longer pieces of memory; there are some for every thread.
+    // Wide tasks read longer runs of memory, but every thread should get several tasks.
     static long down_width(long panels) {
         long width = 4;
         while (width > 1 && panels < 4 * width * num_threads()) width /= 2;
         return width;
     }
 
-    // Adds the products c [piece.count, columns], whose first column is `first`, to the sums of their rows.
+    // Adds the products c [piece.count, columns], with `first` as their first column, to the sums of their rows.
     void add_products(const Piece& piece, long first, long columns, const float* c) const {
         const long N = args_.down.rows / args_.experts;
         for (long i = 0; i < piece.count; ++i) {
@@ -226,7 +227,8 @@ class RoutedRows {
     float* const sums_;
 };
 
-// How many rows an expert has on average if there are many: enough to read its weights as good as for nothing.
+// The average number of rows per expert in one part of many rows. With so many, the cost of reading an expert's weights
+// is negligible.
 constexpr long EXPERT_ROWS = 64;
 
 template <class T>
@@ -253,7 +255,8 @@ void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* score
     });
 }
 
-// All steps of a mixture, from the norm before it to the sum with the residual; `after`: of what is added, if any.
+// All steps of a mixture, from the norm before it to the sum with the residual. `after`: the norm of its output, if
+// any.
 template <class T>
 void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
     Input<T> x = {args.x.data, args.x.count, args.x.columns, {}};

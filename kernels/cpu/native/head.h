@@ -30,8 +30,8 @@ void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
     });
 }
 
-// The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK like those of
-// `head`. `weighted`: the sum of (x - peak) e^(x - peak), if it was asked for.
+// The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK as in `head`.
+// `weighted`: the sum of (x - peak) e^(x - peak), if requested.
 struct LogSumExp {
     float peak = -INFINITY, total = 0.0f, weighted = 0.0f;
 
@@ -45,14 +45,14 @@ struct LogSumExp {
         peak = top;
     }
 
-    // `weighted` for a peak that is lower by `distance`; any number where the exponential of that is 0.
+    // `weighted` for a peak that is lower by `distance`. The value is arbitrary if the exponential of `distance` is 0.
     float moved(float distance) const { return weighted + (distance < LEAST ? LEAST : distance) * total; }
 
     float entropy() const {
         return static_cast<float>(::log(static_cast<double>(total)) - static_cast<double>(weighted) / total);
     }
 
-    static constexpr float LEAST = -200.0f;  // as in `exp`: what is lower has an exponential of 0
+    static constexpr float LEAST = -200.0f;  // as in `exp`: lower values have an exponential of 0
 };
 
 template <bool WEIGHTED>
@@ -83,7 +83,7 @@ inline LogSumExp reduce_chunk(const float* x, long n) {
         add_exponentials<WEIGHTED>(load(static_cast<const float*>(last)), shift, sums, weighted);
     }
     const float total = sum(sums);
-    return {total == total ? top : total, total, sum(weighted)};  // a maximum may pass over what is no number
+    return {total == total ? top : total, total, sum(weighted)};  // a maximum may ignore a NaN
 }
 
 void log_sum_exp(const float* x, long n, float* peak, float* total) {
@@ -92,7 +92,7 @@ void log_sum_exp(const float* x, long n, float* peak, float* total) {
     *peak = all.peak, *total = all.total;
 }
 
-// The highest value that anybody has found for a row so far, for all threads.
+// The highest value that any thread has found for a row so far.
 inline float read_bound(const float* bound) {
     float value;
     __atomic_load(bound, &value, __ATOMIC_RELAXED);
@@ -105,17 +105,17 @@ inline void raise_bound(float* bound, float value) {
     }
 }
 
-// The k highest values of a row with their ids: falling, of equals the lower id first, in whatever order and by whichever
-// threads they are offered; of a row with NaN, any.
+// The k highest values of a row with their ids, descending, the lower id first among equal values. The result does not
+// depend on the order in which threads offer values. For a row with NaN it is arbitrary.
 struct Highest {
     long k;
     float* values;
     int64_t* ids;
     long count = 0;
-    float bound = NAN;  // values up to here are not taken any more; NaN while -inf may be
+    float bound = NAN;  // values up to this are rejected; NaN while -inf may still be accepted
     bool is_held = false;
 
-    // The ids [first, first + n), of which `most` is the highest value.
+    // Offers the ids [first, first + n). `most` is their highest value.
     void offer_chunk(const float* x, long n, long first, float most) {
         if (k == 0 || most <= read_bound(&bound)) return;
         while (__atomic_test_and_set(&is_held, __ATOMIC_ACQUIRE)) {
@@ -143,7 +143,8 @@ struct Highest {
     }
 };
 
-// The highest values become their log-probs; ids of a row without a distribution, some that do not follow the threads.
+// Turns the highest values into log-probs. A row without a distribution gets fixed ids, which do not depend on the
+// threads.
 inline void finish_statistics(const LogSumExp& all, const Highest& highest, float* entropy) {
     *entropy = all.entropy();
     for (long i = 0; i < highest.k; ++i) {
@@ -165,9 +166,10 @@ void statistics(const float* x, long n, int64_t token, long k, const Statistics&
     finish_statistics(all, highest, out.entropy);
 }
 
-// Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
-// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word. c[word] has
-// that word of 16 counters, in such an order that `transpose_quarters` brings all 64 words into the order of the ids.
+// Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). The key is
+// the two halves of the seed. The counter is (id / 4, low half of the position, high half, 0); id % 4 selects the word.
+// c[word] holds that word of 16 counters, ordered so that `transpose_quarters` puts all 64 words in the order of the
+// ids.
 inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) {
     static constexpr uint32_t order[LANES] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     c[0] = add(set1(first / 4), load(order));
@@ -186,7 +188,7 @@ inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) 
     }
 }
 
-// For each of those ids a float32 u in (0, 1), in order.
+// A float32 u in (0, 1) for each of those ids, in order.
 inline void uniform(uint64_t seed, uint64_t position, uint32_t first, F (&u)[4]) {
     U words[4];
     philox(seed, position, first, words);
@@ -197,7 +199,7 @@ inline void uniform(uint64_t seed, uint64_t position, uint32_t first, F (&u)[4])
     transpose_quarters(u);
 }
 
-// The id with the highest value; the lower one of equals. -inf is never the best of anything.
+// The id with the highest value, the lower one among equal values. A value of -inf is never the best.
 struct Best {
     float value;
     int64_t id;
@@ -207,7 +209,7 @@ struct Best {
     }
 };
 
-// The best of 16 values of the ids [first, first + 16), and of `best`.
+// The best of `best` and of 16 values for the ids [first, first + 16).
 inline Best best_of(F values, long first, Best best) {
     float lanes[LANES];
     store(lanes, values);
@@ -217,7 +219,7 @@ inline Best best_of(F values, long first, Best best) {
 
 constexpr long GROUP = 64;
 
-// A chunk's values, filled up with -inf to whole groups.
+// A chunk's values, padded with -inf to whole groups.
 struct Padded {
     float copy[CHUNK];
     const float* values;
@@ -230,7 +232,7 @@ struct Padded {
     }
 };
 
-// The best of the ids [first, first + n); first is a multiple of CHUNK.
+// The best of the ids [first, first + n). `first` is a multiple of CHUNK.
 inline Best greedy_in_chunk(const float* x, long n, long first) {
     const Padded padded(x, n);
     Best best = {-INFINITY, first};
@@ -241,12 +243,12 @@ inline Best greedy_in_chunk(const float* x, long n, long first) {
     return best;
 }
 
-// The same with standard Gumbel noise -ln(-ln(1 - u)) added (Gumbel-max).
+// Like `greedy_in_chunk`, with standard Gumbel noise -ln(-ln(1 - u)) added (Gumbel-max).
 //
-// `bound` is a value that some id of the row is known to reach; ids that cannot reach it are passed over, which changes
-// what a chunk finds but never the best of the row. As -ln(1 - u) >= u, a value x + noise can only reach b if
-// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding, and for
-// the exponential for bfloat16, which is exact enough here.
+// `bound`: a value that some id of the row is known to reach. Ids that cannot reach it are skipped, which changes the
+// best of a chunk but never the best of the row. Since -ln(1 - u) >= u, a value x + noise can reach b only if u <=
+// exp(x - b). Since u >= 2^-33, it never can if x < b - 22.9. The margin covers rounding, and the exponential for
+// bfloat16, which is accurate enough here.
 inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
     constexpr float MOST_NOISE = 23.0f;
     const Padded padded(x, n);
@@ -283,8 +285,8 @@ void sample(const float* x, long n, int64_t seed, int64_t position, int64_t* tok
     *token = best.id;
 }
 
-// What one chunk of the vocabulary holds for one row. `basis`: the logit that the log-prob is taken of; `scaled`: the
-// one over the temperature.
+// The result of one chunk of the vocabulary for one row. `basis`: the logit that the log-prob is computed from.
+// `scaled`: the logit divided by the temperature.
 struct ChunkResult {
     LogSumExp sums;
     Best best;
@@ -351,7 +353,7 @@ void head(const HeadArgs<T>& args) {
     for (long row = 0; row < args.count; ++row) {
         const ChunkResult* result = results + row * chunks;
         LogSumExp all;
-        const ChunkResult* best = result;  // of equals the one with the lower ids
+        const ChunkResult* best = result;  // the one with the lower ids among equal values
         for (long i = 0; i < chunks; ++i) {
             all.add_chunk(result[i].sums);
             if (result[i].best.value > best->best.value) best = result + i;

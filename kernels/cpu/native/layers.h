@@ -1,6 +1,6 @@
 // A run of layers. A part of kernels.h.
 
-// Norms each head's output, and lets z gate it.
+// Norms each head's output and multiplies it by the SiLU of its gate z.
 template <class T>
 void norm_and_gate(const DeltaNetArgs<T>& args) {
     const long heads = args.delta_rule.value_heads, V = args.delta_rule.value_dim, count = args.inputs->x.count;
@@ -25,7 +25,7 @@ void delta_net(const DeltaNetArgs<T>& args) {
     norm_and_gate(args);
 }
 
-// `attention`: planned for `args`, of which those of the layer take the place.
+// `attention`: planned for `args`, which are replaced by the layer's arguments.
 template <class T>
 void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, AttentionArgs<T>& args) {
     qkv(layer.qkv);
@@ -35,7 +35,7 @@ void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, Att
     if (layer.qkv.gates != nullptr) gate_mul<T>(layer.qkv.gates, args.out, Activation::SIGMOID, values, args.out);
 }
 
-// What follows a layer's mixer.
+// The steps after a layer's mixer.
 template <class T>
 void finish_layer(const LayerArgs<T>& layer) {
     project_back(layer.o, layer.after_mixer);
@@ -44,7 +44,7 @@ void finish_layer(const LayerArgs<T>& layer) {
     project_back(layer.down, layer.after_mlp);
 }
 
-// Runs layers one after the other, all on one batch. Its attention is planned anew where a layer's needs another plan.
+// Runs layers one after the other, all on one batch. Attention is planned again when the plan does not serve a layer.
 template <class T>
 void layers(const LayerArgs<T>* layer, long count) {
     const LayerArgs<T>* const end = layer + count;

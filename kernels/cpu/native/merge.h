@@ -1,8 +1,8 @@
-// `Backend.merge`: weights with an adapter in them. A part of kernels.h.
+// `Backend.merge`: weights with a merged adapter. A part of kernels.h.
 //
-// Each element adds its products one by one, and products are rounded before they are added, so that its bits are those
-// that any other instruction set, or torch, gives. Hence `exact_bf16`: AVX-512's own rounding to bfloat16 flushes denormal
-// numbers.
+// Each element adds its products one by one, and products are rounded before they are added. So its bits are the same
+// on every instruction set, and in torch. `exact_bf16` is used because AVX-512's own rounding to bfloat16 flushes
+// denormal numbers.
 
 constexpr long MERGE_ROWS = 4, MERGE_VECTORS = 4;
 
@@ -16,7 +16,7 @@ inline void store_exact(T* p, F x, long n) {
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
 }
 
-// ROWS rows from `row` on, and the columns of VECTORS vectors from `column` on; of the last one `n`, if it IS_CUT.
+// ROWS rows from `row` on, and VECTORS vectors of columns from `column` on. If IS_CUT, the last vector has `n` columns.
 template <long ROWS, long VECTORS, bool IS_CUT, class T>
 inline void merge_block(const MergeArgs<T>& args, long row, long column, long n = LANES) {
     const auto read = [n](const auto* p) { return IS_CUT ? load(p, n) : load(p); };

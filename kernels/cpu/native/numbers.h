@@ -1,4 +1,4 @@
-// Numbers: bfloat16, parts of vectors, exp and log. A part of kernels.h.
+// Numbers: bfloat16, partial vectors, exp and log. A part of kernels.h.
 
 // bfloat16 is the upper half of a float32, rounded to nearest even.
 inline U exact_bf16(F x) {
@@ -8,7 +8,7 @@ inline U exact_bf16(F x) {
     return select_nan(x, set1(0x7FC0u), nearest);
 }
 
-// The machine's own instructions, where used, take denormal numbers for zero.
+// The machine's own instructions, where used, treat denormal numbers as zero.
 #ifdef HAS_DOT_BF16
 inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
@@ -36,8 +36,8 @@ inline F rounded<float>(F x) { return x; }
 template <>
 inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
 
-// Stores two vectors, one after the other, and adds what was stored to `sums`. Only the sum of all lanes means anything:
-// which lane takes what follows the instruction set.
+// Stores two vectors one after the other, and adds the stored values to `sums`. Only the sum over all lanes has a
+// meaning: which lane adds which value depends on the instruction set.
 inline void store_and_add(float* p, F x, F y, F& sums) {
     store(p, x), store(p + LANES, y);
     sums = add(add(sums, x), y);
@@ -54,7 +54,7 @@ inline void store_and_add(bf16* p, F x, F y, F& sums) {
 #endif
 }
 
-// The first n values; the other lanes are 0.
+// Loads the first n values; the other lanes are 0.
 template <class T>
 inline F load(const T* p, long n) {
     if (n >= LANES) return load(p);
@@ -70,8 +70,8 @@ inline void store(T* p, F x, long n) {
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
 }
 
-// e^x to about one unit in the last place: x = n ln 2 + r, and e^r by its Taylor polynomial to the 7th power. The bounds
-// are far beyond what float32 can hold, and let NaN pass.
+// e^x to about one unit in the last place: x = n ln 2 + r, with e^r by its Taylor polynomial of degree 7. The bounds
+// lie far beyond the range of float32, and keep NaN.
 inline F exp(F any) {
     const F x = max(set1(-200.0f), min(set1(200.0f), any));
     const F n = round(mul(x, set1(1.44269504f)));
@@ -86,8 +86,8 @@ inline F exp(F any) {
     return times_power_of_2(add(set1(1.0f), p), n);
 }
 
-// e^(scale x), for a result that is rounded to T. For bfloat16, to 3e-6, as a power of 2: 2^floor(y) times a polynomial
-// of the fraction, which is 1 at 0.
+// e^(scale x), for a result that is rounded to T. For bfloat16 it is accurate to 3e-6, as a power of 2: 2^floor(y)
+// times a polynomial of the fraction, which is 1 at 0.
 template <class T>
 inline F scaled_exp(F x, float scale) { return exp(mul(x, set1(scale))); }
 template <>
@@ -105,7 +105,7 @@ inline F scaled_exp<bf16>(F x, float scale) {
 // ln x for normal x > 0: x = 2^n m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).
 inline F log(F x) {
     const U shifted = sub(bits(x), set1(0x3F3504F3u));
-    // The exponent with its sign: an arithmetic shift of 32 bits, by way of an offset.
+    // The signed exponent. The offset emulates an arithmetic 32-bit shift.
     const F n = sub(convert_unsigned(shift_right<23>(add(shifted, set1(0x40000000u)))), set1(128.0f));
     const F m = floats(add(bit_and(shifted, set1(0x007FFFFFu)), set1(0x3F3504F3u)));
     const F f = sub(m, set1(1.0f));
@@ -115,13 +115,14 @@ inline F log(F x) {
     p = fma(p, z, set1(2.0f / 7));
     p = fma(p, z, set1(2.0f / 5));
     p = fma(p, z, set1(2.0f / 3));
-    // 2 atanh(s) = 2 s + s z p, and 2 s = f - s f: small terms first, so that the leading one is rounded last.
+    // 2 atanh(s) = 2 s + s z p, and 2 s = f - s f. Small terms are added first, so that the leading term is rounded
+    // last.
     const F small = fma(n, set1(-1.42860677e-6f), mul(s, sub(mul(z, p), f)));
     return fma(n, set1(0.693148613f), add(f, small));
 }
 
-// -ln(1 - u) for u in (0, 1), with its full resolution for small u: 1 - u is rounded to y, and the log of y corrected
-// by what the rounding lost.
+// -ln(1 - u) for u in (0, 1), with full resolution for small u: 1 - u is rounded to y, and the log of y is corrected
+// for the rounding error.
 inline F exponential(F u) {
     const F y = sub(set1(1.0f), u);
     const F lost = sub(sub(set1(1.0f), y), u);

@@ -1,7 +1,7 @@
 // The thread pool and the threads' scratch memory.
 //
-// Threads claim tasks one by one, so that a thread that lost its core to another process holds up at most one task. Who
-// computes a task never changes its result.
+// Threads claim tasks one by one, so a thread that loses its core to another process delays at most one task. A task's
+// result does not depend on the thread that computes it.
 
 #include <atomic>
 #include <chrono>
@@ -19,11 +19,11 @@
 namespace trueroll {
 namespace {
 
-// 20 to 100 microseconds, by how long the CPU pauses: longer than the pause between two ops of a model, shorter than
-// anybody would notice.
+// 20 to 100 microseconds, depending on how long the CPU pauses. This is longer than the pause between two ops of a
+// model, and too short to be noticed.
 constexpr int SPINS = 2000;
 
-// How long a caller waits awake for the other threads' last tasks: waking it takes a twentieth of that at most.
+// How long a caller stays awake for the other threads' last tasks. Waking it takes at most a twentieth of this.
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds AWAKE{1};
 
@@ -50,7 +50,8 @@ class Pool {
         if (!finishes_soon(tasks)) sleep_until_finished(tasks);
     }
 
-    // While one thread is asked for, the others sleep: calls with different numbers of threads in turn start none anew.
+    // When one thread is requested, the others sleep. So calls that alternate between one thread and many start no new
+    // threads.
     void resize(long threads) {
         threads_ = threads;
         if (threads == 1 || threads == static_cast<long>(workers_.size()) + 1) return;
@@ -64,7 +65,7 @@ class Pool {
     long size() const { return threads_; }
 
   private:
-    // Waits awake, but not for long: where another process computes on this core, the first yield takes longer.
+    // Waits awake, but not for long. If another process computes on this core, the first yield takes longer.
     bool finishes_soon(long tasks) {
         for (int spins = 0; spins < SPINS; ++spins, relax())
             if (finished_.load() == tasks) return true;
@@ -73,7 +74,7 @@ class Pool {
         return finished_.load() == tasks;
     }
 
-    // A thread has a long task, or lost its core in the middle of one and may need this core.
+    // For a thread with a long task, or one that lost its core in the middle of a task and may need this core.
     void sleep_until_finished(long tasks) {
         std::unique_lock<std::mutex> lock(mutex_);
         caller_sleeps_.store(true);
@@ -86,13 +87,14 @@ class Pool {
         long finished = 0;
         while (ticket >> 32 == job && static_cast<uint32_t>(ticket) != 0) {
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) continue;
-            // The job cannot end, nor its description change, before this thread has reported what it finished.
+            // The job cannot end, nor its description change, before this thread has reported its finished tasks.
             function_(context_, tasks_ - static_cast<long>(static_cast<uint32_t>(ticket)));
             ++finished;
             ticket = ticket_.load();
         }
         if (finished == 0) return;
-        // The caller first says that it sleeps and then looks whether all is done; this is the other order.
+        // The caller first sets `caller_sleeps_`, then checks `finished_`. This is the opposite order, so no wake-up is
+        // lost.
         finished_.fetch_add(finished);
         if (caller_sleeps_.load()) {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -100,7 +102,7 @@ class Pool {
         }
     }
 
-    // Waits for a job newer than `seen` and sets it; false if the thread shall end.
+    // Waits for a job newer than `seen` and updates `seen`. Returns false if the thread must exit.
     bool await_job(uint64_t& seen) {
         for (int spins = 0; spins < SPINS; ++spins, relax())
             if (ticket_.load(std::memory_order_acquire) >> 32 != seen) break;
@@ -133,7 +135,7 @@ class Pool {
     std::atomic<bool> stopping_{false};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<int> sleepers_{0};
-    // The newest job's number, and below it how many of its tasks nobody has claimed yet.
+    // The newest job's number in the upper half, and its number of unclaimed tasks in the lower half.
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<long> finished_{0};
     void (*function_)(const void*, long) = nullptr;
@@ -141,7 +143,8 @@ class Pool {
     long tasks_ = 0;
 };
 
-// Never destroyed: its threads may outlive the statics of this library. Replaced after a fork, which no thread survives.
+// Never destroyed, since its threads may outlive the statics of this library. Replaced after a fork, since no thread
+// survives one.
 Pool* pool = new Pool;
 std::mutex* caller = new std::mutex;
 
@@ -198,7 +201,8 @@ void set_float_mode(unsigned) {}
 constexpr unsigned DEFAULT_FLOAT_MODE = 0;
 #endif
 
-// The caller may flush denormal numbers, which is a property of each thread; the pool's threads begin with its creator's.
+// The caller may flush denormal numbers, which is a setting of each thread. New threads of the pool inherit their
+// creator's.
 Call::Call(long threads) : float_mode_(read_float_mode()) {
     caller->lock();
     set_float_mode(DEFAULT_FLOAT_MODE);

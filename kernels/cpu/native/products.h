@@ -1,11 +1,11 @@
 // Matrix products. A part of kernels.h.
 //
-// Whatever the shape of a tile, each element of a product has an accumulator of its own, to which the steps over K are
-// added in order.
+// Each element of a product has its own accumulator, to which the steps over K are added in order. This holds for tiles
+// of any shape.
 
-// The most steps of a packed matrix that are multiplied before the next ones are read.
+// The most steps of a packed matrix that are multiplied before the next block is read.
 constexpr long BLOCK = 128;
-// The most panels in one product: those of a head of 512, or of a chunk of the vocabulary.
+// The most panels in one product: those of a head of size 512, or of a chunk of the vocabulary.
 constexpr long MAX_PANELS = 32;
 
 template <int M, int N>
@@ -62,10 +62,10 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 }
 #endif
 
-// One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from
-// one step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards: at each
-// step the line at next[round][n] + next_offset + step * next_stride. `multiply` passes over the panels once for every
-// few rows. These passes share one table `next`, or each has its own, `next_table` entries after the one before.
+// One product: c[m][16 * n + lane] (+)= the sum over the rounds and their steps of a[m] times b[round][n]. `stride`:
+// from one step of a panel to the next. `width`: panels in a round. The product also prefetches data for later: at each
+// step, the line at next[round][n] + next_offset + step * next_stride. `multiply` passes over the panels once for every
+// few rows. All passes share one table `next`, or each pass has its own, `next_table` entries after the previous one.
 template <class T>
 struct Factors {
     const T* a;
@@ -105,14 +105,14 @@ void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
 template <class T>
 using Tile = void (*)(const Factors<T>&, bool, float*, long);
 
-// The tile of M rows, by M - 1.
+// Returns the tile of m rows.
 template <class T, int N, int... M>
 Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
     static constexpr Tile<T> tiles[] = {tile<T, M + 1, N>...};
     return tiles[m - 1];
 }
 
-// Changes the factors in place and restores them, as a copy would wait for the stores that have just filled them.
+// Changes the factors in place and restores them. A copy would have to wait for the stores that just filled them.
 template <class T, int N>
 void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
@@ -120,7 +120,7 @@ void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ld
     const T *const a = factors.a, *const *const next = factors.next;
     const long stride = factors.next_stride;
     const bool shared = factors.next_table == 0;
-    // Each tile fetches its share, so that fetching takes as long as computing.
+    // Each tile prefetches its share, so that fetching takes as long as computing.
     const long share = shared ? factors.steps * stride / parts : 0;
     if (shared) factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
@@ -134,7 +134,7 @@ void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ld
 
 constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
 
-// The same for any number of rows m, and all panels of a round. Uses the factors up.
+// Like `multiply_panels`, for any number of rows m and all panels of a round. Changes the factors.
 template <class T>
 void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     const long n = factors.width;
@@ -150,7 +150,7 @@ void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
-// The most rows that `multiply` takes in one pass over its panels, but for a last odd one.
+// The most rows that `multiply` processes in one pass over its panels, except for a last odd one.
 template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
@@ -158,10 +158,10 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 #include "isa/tiles_amx.h"
 #endif
 
-// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. They are cut into equal blocks, so
-// that the last one of a panel is long enough for fetching the first one of the next. Each block is summed from zero
-// and then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands the one that
-// will be read after it.
+// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. The steps are cut into equal blocks,
+// so that the last block of a panel is long enough to prefetch the first block of the next panel. Each block is summed
+// from zero and added to the sum of the blocks before it; AMX continues from that sum instead. `hop`: the distance from
+// a panel to the one that is read after it.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc

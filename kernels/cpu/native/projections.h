@@ -1,10 +1,10 @@
-// What a layer does to each token by itself: norms, projections, rotation, the write into the cache. A part of
-// kernels.h.
+// The steps of a layer that treat each token by itself: norms, projections, rotation, and the write into the cache. A
+// part of kernels.h.
 
-// n values of x, normed; x and out may be the same.
+// Norms n values of x. x and out may be the same.
 template <class T>
 void normalize(const T* x, long n, const Norm<T>& norm, T* out) {
-    // Several partial sums: fewer roundings in each.
+    // Several partial sums have fewer roundings each.
     constexpr int SUMS = 4;
     F sums[SUMS] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     long start = 0;
@@ -31,7 +31,7 @@ void rmsnorm(const Input<T>& x, T* out, long stride) {
     });
 }
 
-// The rows of a product's left side: normed, and filled up with zeros to whole steps.
+// The rows of a product's left side, normed and padded with zeros to whole steps.
 template <class T>
 struct Left {
     const T* data;
@@ -65,14 +65,16 @@ void for_tiles(long count, long groups, const Body& body) {
     });
 }
 
-// Few rows wait for memory and want fewer, longer tasks; many rows want tasks that divide evenly.
+// With few rows, threads wait for memory, so fewer and longer tasks are better. With many rows, tasks should divide
+// evenly.
 inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
 
-// From a panel to the one that the same thread will most likely read next, if tasks have `width` panels each.
+// The distance from a panel to the one that the same thread will most likely read next, if tasks have `width` panels
+// each.
 template <class T>
 long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
 
-// Some rows of a product, and `width` panels of its columns or what is left of them.
+// Some rows of a product, and `width` panels of its columns or the remaining ones.
 template <class T>
 void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
     const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
@@ -92,7 +94,7 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
         }
 }
 
-// Products of the same rows.
+// Several products of the same rows.
 template <class T>
 void linears(const LinearArgs<T>* products, long count) {
     const Left<T> left(products->x);
@@ -123,7 +125,7 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
-// A product that leads back to hidden states, normed before the residual is added if there is such a norm.
+// A product back to hidden states. It is normed before the residual is added, if there is such a norm.
 template <class T>
 void project_back(const LinearArgs<T>& args, const Norm<T>& norm) {
     if (norm.weight == nullptr) return linear(args);
@@ -146,7 +148,7 @@ inline F activate(Activation activation, F gate, F up) {
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
     if (activation == Activation::CLAMPED_SILU) {
-        // In this order the bounds let NaN pass.
+        // With the arguments in this order, the bounds keep NaN.
         gate = min(set1(CLAMP), gate), slope = mul(gate, set1(CLAMPED_SLOPE));
         up = add(max(set1(-CLAMP), min(set1(CLAMP), up)), set1(1.0f));
     }
@@ -167,8 +169,8 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    // 32 columns of each matrix: whole cache lines of the output if N is a multiple of 32, so that no two threads write
-    // to the same line.
+    // 32 columns of each matrix fill whole cache lines of the output if N is a multiple of 32, so that no two threads
+    // write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
@@ -187,7 +189,7 @@ void gate_up(const GateUpArgs<T>& args) {
     });
 }
 
-// Rotates the pairs (i, i + half) of a head; x and out may be the same.
+// Rotates the pairs (i, i + half) of a head. x and out may be the same.
 template <class In, class Out>
 inline void rotate(const In* x, long half, const float* cosines, const float* sines, Out* out) {
     for (long i = 0; i < half; i += LANES) {
@@ -223,7 +225,8 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
     }
 }
 
-// Turns one head of q (part 0) or k (1) of one row, which may be where it goes to, and writes k into the cache.
+// Rotates one head of q (part 0) or k (1) of one row from `values` to `out`, which may be the same, and writes k into
+// the cache.
 template <class T>
 void place_head(const QkvArgs<T>& args, long part, long head, long row, const T* values, T* out) {
     const long pairs = args.pairs, rest = args.caches.head_dim - 2 * pairs;
@@ -233,9 +236,9 @@ void place_head(const QkvArgs<T>& args, long part, long head, long row, const T*
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 
-// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. Every second head of q is a gate,
-// if there are gates. `keys`: if all heads are normed at once, where those of k wait for it; those of q do so in their
-// place.
+// Finishes one head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. With gates, every second
+// head of q is a gate. If all heads are normed at once, they wait for the norm: heads of k in `keys`, heads of q in
+// their final place.
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
     const long D = args.caches.head_dim;
@@ -261,7 +264,7 @@ void finish_head(const QkvArgs<T>& args, long part, long head, long row, const f
     place_head(args, part, head, row, values, out);
 }
 
-// The rows of q (part 0) or k (1), all heads at once.
+// Norms and places the rows of q (part 0) or k (1), all heads at once.
 template <class T>
 void finish_rows(const QkvArgs<T>& args, long part, T* rows) {
     const long D = args.caches.head_dim, width = args.weights[part].rows;

@@ -1,9 +1,10 @@
 // Gated delta nets: the convolution and the recurrence of each sequence, token by token. A part of kernels.h.
 
-// What a task keeps of a convolution's weights and of a tail: this many channels.
+// The number of channels of a task, which keeps their weights and a tail.
 constexpr long CHANNELS = 256;
 
-// The row that stands `back` rows before the first of a sequence, or after it: of its rows, or of the tail before them.
+// A sequence's rows and the tail before them. `at(row)`: a row, counted from the sequence's first; negative for the
+// tail.
 template <class T>
 struct History {
     const T *rows, *tail;
@@ -54,7 +55,7 @@ inline F softplus(F x) {
     return add(max(x, zero), exponential(div(w, add(set1(1.0f), w))));
 }
 
-// For each row by what each head's state decays, and which part of it changes: [rows][2][stride].
+// For each row, the decay and the update rate of each head's state: [rows][2][stride].
 struct Gates {
     float* values;
     long stride;
@@ -78,7 +79,7 @@ void fill_gates(const DeltaRuleArgs<T>& args, const Gates& gates, long rows) {
     });
 }
 
-// n values of x over the root of the sum of their squares, times `scale`; float32, filled up with zeros to whole F.
+// n values of x over the root of the sum of their squares, times `scale`; float32, padded with zeros to whole F.
 template <class T>
 void unit(const T* x, long n, double scale, float* out) {
     F squares = set1(0.0f);
@@ -90,11 +91,11 @@ void unit(const T* x, long n, double scale, float* out) {
     for (long i = 0; i < n; i += LANES) store(out + i, mul(load(x + i, n - i), factor));
 }
 
-// Columns of a state depend on no others. Their part of it stays in the first cache while `TOKENS` tokens pass; so many
-// are made ready at once. One token alone reads and writes whole rows, in parts of `ROW_PART`.
+// Columns of a state are independent. A task's columns stay in the first-level cache while it processes `TOKENS`
+// tokens, which are prepared together. A single token reads and writes whole rows, in parts of `ROW_PART`.
 constexpr long COLUMNS = ACCUMULATORS >= 24 ? 4 : 2, TOKENS = 64, ROW_PART = ACCUMULATORS >= 24 ? 8 : 4;
 
-// Some tokens of one head: queries and keys as `unit` makes them, [tokens][2][stride].
+// Some tokens of one head, with queries and keys from `unit`: [tokens][2][stride].
 struct HeadTokens {
     const float* units;
     long stride, count, first_row, head;
@@ -103,7 +104,8 @@ struct HeadTokens {
     const float* key(long i) const { return units + (i * 2 + 1) * stride; }
 };
 
-// The state's columns [column, column + n) before, or null, and after the tokens; `out`: what their queries read.
+// Updates the state's columns [column, column + n) from `before` (null for zeros) to `after`, and writes the queries'
+// results to `out`.
 template <class T>
 void recur_columns(
     const DeltaRuleArgs<T>& args, const Gates& gates, const HeadTokens& tokens, long column, const float* before,
@@ -124,7 +126,7 @@ void recur_columns(
             read[c] = fma(set1(tokens.key(0)[k]), s, read[c]);
         }
     for (long i = 0; i < tokens.count; ++i) {
-        // The state decays for the next token, and is read by its key, while it is at hand.
+        // The state decays for the next token and is read with its key while it is in registers.
         const bool is_last = i + 1 == tokens.count;
         const float *query = tokens.query(i), *key = tokens.key(i), *next = tokens.key(is_last ? i : i + 1);
         const long row = tokens.first_row + i;
@@ -155,7 +157,8 @@ void recur_columns(
             store(after + k * V + column + c * LANES, load(state + (k * COLUMNS + c) * LANES), rest[c]);
 }
 
-// A line of the state that will be read next for each line of this one; or null, if none is known.
+// Prefetches, for each line of this state, a line of the state that will be read next. `state`: null if that is
+// unknown.
 struct NextState {
     const float* state;
 
@@ -164,7 +167,7 @@ struct NextState {
     }
 };
 
-// As `recur_columns`, for one token and N vectors of columns, which are whole ones.
+// Like `recur_columns`, for one token and N whole vectors of columns.
 template <long N, class T>
 void recur_token(
     const DeltaRuleArgs<T>& args, const Gates& gates, const HeadTokens& token, long column, const float* before,
@@ -208,7 +211,7 @@ HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long c
     return {units, stride, count, row, head};
 }
 
-// The state that a task begins with, if there is such a task and such a state.
+// The initial state of a task, if there is such a task and such a state.
 template <class T>
 NextState next_state(const DeltaRuleArgs<T>& args, long task) {
     const long sequence = task / args.value_heads;

@@ -1,5 +1,7 @@
-"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, also aligned, `AsyncGRPOTrainer` in one. Needs the
-extra `trl`."""
+"""TRL's trainers on trueroll workers: two ways to use `GRPOTrainer`, also aligned, and one to use `AsyncGRPOTrainer`.
+
+Requires the extra `trl`.
+"""
 
 from .aligned import AlignedGRPOTrainer
 from .async_grpo import TruerollWeightTransfer, TruerollWorker

@@ -1,8 +1,9 @@
-"""`GRPOTrainer` whose model computes the worker's log-probs, to the bit: `AlignedGRPOTrainer`.
+"""`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns: that policy and reference model are aligned before TRL changes them, and the log-probs and entropies of its loss.
-Does not own how samples are drawn (see `trueroll_generation`). Promises: where trainer and worker compute alike, TRL
-finds `sampling/sampling_logp_difference` to be 0.0; a setting by which it could not be is a ConfigError.
+Owns the alignment of policy and reference model, before TRL changes them, and the log-probs and entropies of the loss.
+Does not own the generation of samples (see `trueroll_generation`). Promises that TRL's
+`sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
+setting that would break this raises ConfigError.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .grpo import grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
-    """TRL's `GRPOTrainer`, whose arguments these are, with an aligned model, of PEFT or not, and reference model.
+    """TRL's `GRPOTrainer` with an aligned model and reference model, with or without PEFT. Takes the same arguments.
 
-    The worker has to run the dtype of the forward pass: bfloat16 for `bf16=True`, float32 for float32 parameters
-    without it. Raise AlignmentError for a model that `align` refuses, and ConfigError for settings of TRL under which
-    its loss is of other log-probs.
+    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, float32 for float32 parameters without
+    it. Raise AlignmentError for a model that `align` refuses. Raise ConfigError for settings of TRL under which the
+    loss uses other log-probs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -35,12 +36,12 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @contextlib.contextmanager
     def _aligned(self) -> Iterator[None]:
-        """Inside, TRL's models get our forward pass where they would get its head, and before accelerate wraps them."""
+        """Inside, align TRL's models where TRL would replace their heads, before accelerate wraps them."""
         original = grpo_trainer.add_fused_lm_head
 
         def align_instead(model: Any, **_: Any) -> None:
             self._temperature = _trainer_temperature(self)
-            align(model if model is self.ref_model else self.model)  # not the model inside of one of PEFT
+            align(model if model is self.ref_model else self.model)  # self.model is the PEFT model, if there is one
 
         grpo_trainer.add_fused_lm_head = align_instead
         try:
@@ -59,11 +60,12 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
         compute_aux_loss: bool = False,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        """Of the last `logits_to_keep` of the T tokens of each row, in chunks of `batch_size` rows: their log-probs,
-        float32 [B, logits_to_keep], and the entropies of their distributions, without gradient; and no auxiliary loss.
+        """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
+
+        Both are float32 [B, logits_to_keep]. Entropies have no gradient. Computes chunks of `batch_size` rows.
         """
         if given := [name for name, value in inputs.items() if value is not None]:
-            raise ConfigError(f"inputs: expected text alone, found {', '.join(given)}; remove images")
+            raise ConfigError(f"inputs: {', '.join(given)} is not supported, only text; remove images")
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)
         wanted[:, :-logits_to_keep] = False
         parts = []
@@ -86,14 +88,15 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 
 def _trainer_temperature(trainer: Any) -> float:
-    """That of the samples' log-probs. Raise ConfigError for settings under which TRL trains on others."""
+    """Return the temperature of the samples' log-probs. Raise ConfigError if TRL would train on other log-probs."""
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
-        ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker computes so"),
+        ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),
         ("router_aux_loss_coef", not trainer.aux_loss_enabled, coef, "an aligned model returns no router logits"),
         ("entropy_coef", args.entropy_coef == 0.0, args.entropy_coef, "entropies have no gradient"),
         ("use_adaptive_entropy", not args.use_adaptive_entropy, True, "entropies have no gradient"),
     ):
         if not is_off:
-            raise ConfigError(f"{name}: expected {type(found)()}, found {found}: {why}; set it so, or use GRPOTrainer")
+            text = f"{name}: {found} is not supported: {why}; set it to {type(found)()}, or use GRPOTrainer"
+            raise ConfigError(text)
     return sampling_params(vars(args), []).trainer_temperature

@@ -1,9 +1,11 @@
 """`AsyncGRPOTrainer` on a trueroll worker: its rollout worker and its weight transfer.
 
-Owns: the thread that keeps groups coming and scores them, the queue that they wait in, and which of them are too old.
-Does not own the worker process, the model or the publisher's settings. Promises: groups come in the order of the
-dataset, with seeds that depend on the trainer's; no sample is older than it is said to be, or WeightsError is raised;
-what fails on the thread is logged, and raised in the trainer when it runs out of samples.
+Owns the thread that generates and scores groups, the queue of scored samples, and the rule for stale samples. Does not
+own the worker process, the model or the publisher's settings. Promises:
+
+- Groups come in the order of the dataset, and their seeds depend on the trainer's seed.
+- No sample is older than its reported version; otherwise WeightsError is raised.
+- A failure on the thread is logged, and raised in the trainer when it runs out of samples.
 """
 
 from __future__ import annotations
@@ -35,60 +37,64 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 POLL_SECONDS = 0.2
-"""Seconds between looks for room, for a stop and for the worker's progress, while there is nothing else to do."""
+"""Seconds between checks for room, for a stop and for the worker's progress, while the thread is idle."""
 STOP_SECONDS = 60.0
-"""Seconds that `stop` waits for a running reward function."""
+"""Seconds for which `stop` waits for a running reward function."""
 
 log = logging.getLogger(__name__)
 
 
 class TruerollWeightTransfer:
-    """For `AsyncGRPOTrainer(weight_transfer=...)`. `publisher` is connected to the worker that generates."""
+    """The argument for `AsyncGRPOTrainer(weight_transfer=...)`. `publisher`: connected to the worker that generates."""
 
     def __init__(self, publisher: WeightPublisher) -> None:
         self._publisher = publisher
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """The trainer begins: the next push is its version 1. Raise TrlMissingError if TRL asks for unknown methods."""
+        """Begin a training: the next push is version 1. Raise TrlMissingError if TRL requires unknown methods."""
         trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
         check_protocol(trainer.WeightTransferProtocol, TRANSFER)
         check_protocol(trainer.RolloutWorkerProtocol, WORKER)
         self._version = 0
 
     def pause(self) -> None:
-        """Nothing is paused: a worker goes on generating while it receives."""
+        """Do nothing: a worker keeps generating while it receives weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push what TRL streams as the next version; TRL counts versions the same way."""
+        """Push the tensors from TRL as the next version. TRL counts versions in the same way."""
         self._version += 1
-        # The worker may serve the versions of an earlier training, which counted from 1 as well.
+        # The worker may serve a version of an earlier training, which also counted from 1.
         self._publisher.push(iterator, self._version, allow_older=self._version == 1)
 
     def resume(self) -> None:
-        """The push has switched the worker to the new weights; see `pause`."""
+        """Do nothing: the push has already switched the worker to the new weights."""
 
     def destroy(self) -> None:
-        """The trainer ends: disconnect. The worker goes on."""
+        """Disconnect from the worker at the end of the training. The worker keeps running."""
         self._publisher.close()
 
 
 class TruerollWorker:
-    """For `AsyncGRPOTrainer(rollout_worker=...)`, together with a `TruerollWeightTransfer` for the same worker.
+    """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    It is for one call of `train`; a training resumed from a checkpoint begins the dataset and the seeds anew. `client`
-    is used by nothing else, and closed when the training ends. `args`: the trainer's own, with a `token_budget`.
-    `train_dataset`: rows with a `prompt`, gone through again and again.
+    Use it with a `TruerollWeightTransfer` to the same worker, and for one call of `train`. A training that resumes from
+    a checkpoint starts the dataset and the seeds again.
 
-    `reward_funcs` are called for one group at a time, on another thread, with `prompts`, `completions` (texts, or
-    messages where the prompt is a conversation), `completion_ids` and the other columns of the dataset, one entry for
-    each sample in each. They return, or their coroutines do, a number for each sample, or None for one that they cannot
-    judge. The sum over the functions is the reward; its distance from the mean of the group, in standard deviations, is
-    the advantage.
+    - `client`: used by this object only, and closed when the training ends
+    - `args`: the trainer's own arguments, with a `token_budget`
+    - `train_dataset`: rows with a `prompt`, iterated again and again
+    - `reward_funcs`: functions or coroutine functions. They are called on another thread for one group at a time, with
+      `prompts`, `completions` (texts, or messages if the prompt is a conversation), `completion_ids` and the other
+      columns of the dataset, each with one entry per sample. They return a number for each sample, or None if they
+      cannot judge it.
 
-    No token is trained on by weights that are more than `args.max_staleness` versions newer than those it came from.
-    TRL takes samples ahead of training on them, so the ones that would be too old by then are dropped. Raises
-    ConfigError if that leaves nothing, for a `token_budget` of None, or for settings that a worker does not have.
+    The reward is the sum over the functions. The advantage is the distance of the reward from the mean of its group, in
+    standard deviations.
+
+    No token is trained on with weights more than `args.max_staleness` versions newer than the weights of the token. TRL
+    takes samples before it trains on them, so samples that would be too old by then are dropped. Raise ConfigError if
+    no sample can be fresh enough, if `token_budget` is None, or for settings that a worker does not support.
     """
 
     def __init__(
@@ -103,7 +109,7 @@ class TruerollWorker:
         self._dataset = train_dataset
         self._reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
         if not self._reward_funcs:
-            raise ConfigError("reward_funcs: expected at least one, found none; give what is to be rewarded")
+            raise ConfigError("reward_funcs: there are none; give at least one")
         self._params = sampling_params(vars(args), [processing_class.eos_token_id])
         self._staleness_when_taken = _staleness_when_taken(args)
         self._model_version = 0
@@ -112,12 +118,12 @@ class TruerollWorker:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.rollout_buffer: queue.Queue[RolloutSample] = _FreshQueue(self._is_fresh, self._note_drop)
-        """Scored samples, from which TRL takes; the samples of a group follow one another."""
+        """Scored samples for TRL. The samples of a group are adjacent."""
         self.metrics_queue: queue.Queue[dict[str, float | tuple[float, float]]] = queue.Queue()
-        """Metrics that TRL adds to its log: numbers, or pairs of a sum and a count, of which it reports the mean."""
+        """Metrics for TRL's log: numbers, or pairs (sum, count) that TRL reports as their mean."""
 
     def start(self) -> None:
-        """Begin to generate. Raise ConfigError if there may be nothing in flight."""
+        """Start generating. Raise ConfigError if `max_inflight_tasks` allows no sample in flight."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
                 f"max_inflight_tasks: expected at least 1, found {self._args.max_inflight_tasks}; set it, or give this "
@@ -128,30 +134,27 @@ class TruerollWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort what is under way and end. Raise DeadlineError if a reward function does not return."""
+        """Abort pending work and stop the thread. Raise DeadlineError if a reward function does not return."""
         self._stopping.set()
         if self._thread is None:
             return
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineError(
-                f"rollouts: expected reward functions to return within {STOP_SECONDS} s, found one that has not; make "
-                "it end"
-            )
+            raise DeadlineError(f"rollouts: a reward function has not returned within {STOP_SECONDS} s; make it return")
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer has pushed this version."""
+        """Note that the trainer has pushed this version."""
         self._model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended generating or scoring, or DeadlineError if they made no progress for so many seconds."""
+        """Raise the error that ended generation or scoring, or DeadlineError without progress for `stale_after_s`."""
         if self._failure is not None:
             raise self._failure
         silence = time.monotonic() - self._progress_at
         if silence > stale_after_s:
             raise DeadlineError(
-                f"rollouts: expected progress within heartbeat_stale_after_s = {stale_after_s} s, found none for "
-                f"{silence:.0f} s: the worker or a reward function hangs; see the worker's state with `trueroll top`"
+                f"rollouts: no progress for {silence:.0f} s (heartbeat_stale_after_s = {stale_after_s}); the worker or "
+                "a reward function hangs: look at the worker with `trueroll top`"
             )
 
     def _is_fresh(self, sample: RolloutSample) -> bool:
@@ -191,12 +194,12 @@ class TruerollWorker:
 
     async def _generate(self, group_id: int, row: Mapping[str, Any]) -> Group:
         pushed = self._model_version
-        # TRL has parsed what was a string.
+        # TRL has already parsed a string to a dict.
         options = cast(dict[str, Any], self._args.chat_template_kwargs or {})
         prompt_ids = encode(self._tokenizer, row["prompt"], options)
         fields = {"n": self._args.num_generations, "seed": derive_seed(self._args.seed, group_id)}
         [answer] = await self._client.generate([prompt_ids], self._params.model_copy(update=fields))
-        # A worker serves what is pushed before the trainer says so.
+        # A worker serves a push before the trainer reports it.
         check_samples(answer.samples, oldest=pushed, newest=self._model_version + 1)
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in answer.samples]
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
@@ -220,40 +223,38 @@ class TruerollWorker:
 
 
 class _FreshQueue(queue.Queue[Any]):
-    """A queue that drops, when it comes to them, items that are not fresh any more, and calls `on_drop` for each."""
+    """A queue that drops stale items when they are taken, and calls `on_drop` for each of them."""
 
     def __init__(self, is_fresh: Callable[[Any], bool], on_drop: Callable[[], None]) -> None:
         super().__init__()
         self._is_fresh, self._on_drop = is_fresh, on_drop
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As `queue.Queue.get`; each item that is dropped starts the timeout anew."""
+        """Like `queue.Queue.get`, but for fresh items only. Each dropped item restarts the timeout."""
         while not self._is_fresh(item := super().get(block, timeout)):
             self._on_drop()
         return item
 
 
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
-    """How many versions older than the trainer's weights a sample may be when TRL takes it."""
+    """Return how many versions older than the trainer's weights a sample may be when TRL takes it."""
     if args.token_budget is None:
-        raise ConfigError(
-            "token_budget: expected a number, 0 for none, found None, for which TRL asks a vLLM server; set it"
-        )
+        raise ConfigError("token_budget: with None TRL would ask a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
     if args.max_staleness < ahead:
         raise ConfigError(
-            f"max_staleness: expected at least {ahead}, as TRL takes samples that many versions ahead with these "
-            f"settings, found {args.max_staleness}; raise it"
+            f"max_staleness: {args.max_staleness} is too low, since TRL takes samples {ahead} versions ahead with "
+            f"these settings; set it to at least {ahead}"
         )
     return args.max_staleness - ahead
 
 
 def _versions_taken_ahead(token_budget: int, num_batches: int) -> int:
-    """How many versions after it takes a sample TRL may train on it, with `num_batches` to an update.
+    """Return the maximum number of versions between TRL taking a sample and training on it.
 
-    It fetches a batch while the one before waits to be trained on; with a token budget it also takes the first sample
-    that does not fit in. That one goes into the batch after, which belongs to the next update if each has one batch,
-    and to the same update if gradients of several batches accumulate.
+    `num_batches`: batches per update. TRL fetches a batch while the previous batch waits for training. With a token
+    budget it also takes the first sample that does not fit. That sample goes into the following batch, which belongs to
+    the next update if an update has one batch, and to the same update if it accumulates several batches.
     """
     return 2 if token_budget > 0 and num_batches == 1 else 1
 
@@ -263,7 +264,7 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
         row = None
         for row in dataset:
             if "prompt" not in row:
-                raise ConfigError(f"train_dataset: expected a column prompt, found {', '.join(row)}; add it")
+                raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: expected rows each time it is gone through, found none; give a list")
+            raise ConfigError("train_dataset: it has no rows, or cannot be iterated again; give a list")

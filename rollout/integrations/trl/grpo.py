@@ -1,7 +1,7 @@
 """`GRPOTrainer` on a trueroll worker: as its rollout function, or in place of vLLM.
 
-Owns: when weights are pushed, and the seed of each group. Does not own the client and the publisher, which callers make
-and close. Promises: every sample comes from the weights that were pushed last, or WeightsError is raised; the same seed
+Owns the time of pushes and the seed of each group. Does not own the client and the publisher, which callers create and
+close. Promises that every sample comes from the last pushed weights, or WeightsError is raised, and that the same seed
 of the trainer gives the same samples.
 """
 
@@ -31,25 +31,25 @@ except ImportError as error:
 check_grpo(grpo_trainer)
 
 RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
-"""From prompts and the trainer to `prompt_ids`, `completion_ids` and `logprobs`, with an entry for each prompt."""
+"""(prompts, trainer) -> `prompt_ids`, `completion_ids` and `logprobs`, each with one entry per prompt."""
 
 
 def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFunc:
-    """For `GRPOTrainer(rollout_func=...)`: generates with the worker of `client`, and pushes after each update.
+    """Return the argument for `GRPOTrainer(rollout_func=...)`. It generates with a worker and pushes after each update.
 
-    `publisher` is connected to that worker. The log-probs that it returns do not reach TRL's loss; with
-    `trueroll_generation` they do. Raises ConfigError for a trainer of several processes, or for settings that a worker
-    does not have, and WeightsError.
+    `client`, `publisher`: connected to the same worker. TRL's loss does not use the log-probs that the function
+    returns; with `trueroll_generation` it does. The function raises ConfigError for a trainer with several processes
+    and for settings that a worker does not support, and WeightsError for samples from other weights.
     """
     pushed_state, pushed_version = None, 0
 
     def roll_out(prompts: list[Prompt], trainer: Any) -> dict[str, list[Any]]:
         nonlocal pushed_state, pushed_version
         _check_single_process(trainer.accelerator)
-        state, version = trainer.state, trainer.state.global_step + 1  # a worker that got no push serves version 0
-        if state is not pushed_state or version != pushed_version:  # another state: another training
+        state, version = trainer.state, trainer.state.global_step + 1  # a worker without pushes serves version 0
+        if state is not pushed_state or version != pushed_version:  # a different state means another training
             model, is_new = trainer.accelerator.unwrap_model(trainer.model), state is not pushed_state
-            publisher.push(model, version, allow_older=is_new)  # for another training counts from its own beginning
+            publisher.push(model, version, allow_older=is_new)  # another training starts counting again
             pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
@@ -65,9 +65,9 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
 def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> Iterator[None]:
     """Inside, each new `GRPOTrainer` with `use_vllm=True, vllm_mode="server"` uses trueroll in place of vLLM.
 
-    TRL then corrects by the ratio between the trainer's log-probs and the worker's, and reports their distance as
-    `sampling/sampling_logp_difference`. It puts `TruerollGeneration` where TRL looks for its own class, and takes it
-    back at the end; trainers made inside go on with it. `publisher` is connected to the worker of `client`.
+    TRL then corrects by the ratio between the trainer's log-probs and the worker's, and reports their difference as
+    `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration` replaces TRL's own class. Trainers
+    created inside keep it afterwards. `client`, `publisher`: connected to the same worker.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
@@ -78,9 +78,10 @@ def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> It
 
 
 class TruerollGeneration:
-    """What `GRPOTrainer` generates with; see `trueroll_generation`. TRL makes it, and gives everything from `model` on.
+    """The generation backend of `GRPOTrainer`, see `trueroll_generation`.
 
-    Raises ConfigError for a trainer of several processes, or for settings that a worker does not have.
+    TRL creates it and passes the arguments from `model` on. Raise ConfigError for a trainer with several processes and
+    for settings that a worker does not support.
     """
 
     def __init__(
@@ -101,26 +102,26 @@ class TruerollGeneration:
         self.vllm_client = self
 
     def get_server_info(self) -> dict[str, Any]:
-        """Tells TRL that log-probs are those after temperature and filters, as it wants them."""
+        """Tell TRL that log-probs include temperature and filters, as TRL requires."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights. TRL calls it before it generates, if it has updated them."""
+        """Push the trainer's weights. TRL calls this before it generates, if it has updated them."""
         self._version += 1
         model = self._accelerator.unwrap_model(self._model)
-        # The worker may serve the versions of an earlier trainer, which counted from 1 as well.
+        # The worker may serve a version of an earlier trainer, which also counted from 1.
         self._publisher.push(model, self._version, allow_older=self._version == 1)
 
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """One sample for each of the B prompts, which come repeated `num_generations` times.
+        """Return one sample for each of the B prompts, in which each prompt is repeated `num_generations` times.
 
-        Returns the prompts; the token ids [B][T], T being the length of each; their log-probs [B][T][1], as vLLM may
-        give those of more tokens at each position; and None, as the ids of such tokens are not needed.
+        Return four values: the prompts; the token ids [B][T], where T is the length of each sample; the log-probs
+        [B][T][1], since vLLM can return several per position; and None for the ids of such additional tokens.
         """
         if images is not None:
-            raise ConfigError("prompts: expected text, found images, which workers cannot take; remove them")
+            raise ConfigError("prompts: images are not supported; remove them")
         with profiler:
             samples = _sample_each(self._client, prompts, self._params, self._version)
         of_each = [[[value] for value in values] for values in logprobs(samples)]
@@ -138,8 +139,10 @@ def _check_single_process(accelerator: Any) -> None:
 def _sample_each(
     client: RolloutClient, prompts: list[list[int]], params: SamplingParams, version: int
 ) -> list[SampleOutput]:
-    """One sample for each prompt, from weights `version`. Equal neighbours are one group; torch's generator gives each
-    group its seed, so that TRL's seed decides, and its checkpoints resume it.
+    """Return one sample for each prompt, from weights of `version`.
+
+    Equal adjacent prompts are one group. torch's generator gives each group its seed, so the seeds depend on TRL's seed
+    and continue after a resume from a checkpoint.
     """
     runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
     seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()

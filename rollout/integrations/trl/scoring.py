@@ -1,4 +1,4 @@
-"""From a group of samples to the rows that `AsyncGRPOTrainer` trains on: rewards, advantages, arrays."""
+"""Conversion of a group of samples to training rows of `AsyncGRPOTrainer`: rewards, advantages, arrays."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ if TYPE_CHECKING:
     )
 
 RewardFunc: TypeAlias = Callable[..., Any]
-"""`TruerollWorker` says what it gets and returns."""
+"""A reward function. `TruerollWorker` documents its arguments and results."""
 
 _NOT_FOR_REWARDS = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of the prompt in `row`, a row of the dataset, and their texts as reward functions get them."""
+    """The samples of one prompt.
+
+    - `row`: the prompt's row of the dataset
+    - `completions`: texts or messages of the samples, for reward functions
+    """
 
     id: int
     row: Mapping[str, Any]
@@ -42,7 +46,10 @@ class Group:
 
 
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
-    """What `func`, which may be a coroutine function, says of each sample; NaN where it says None."""
+    """Return the rewards of `func` for each sample, with NaN for None. `func` may be a coroutine function.
+
+    Raise ConfigError unless it returns one finite number or None for each sample.
+    """
     count = len(group.samples)
     columns = {name: [value] * count for name, value in group.row.items() if name not in _NOT_FOR_REWARDS}
     columns["prompts"] = [group.row["prompt"]] * count
@@ -58,12 +65,12 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
     if len(rewards) != count:
         raise ConfigError(f"{name_of(func)}: expected {count} rewards, one for each sample, found {len(rewards)}")
     if any(map(math.isinf, rewards)):
-        raise ConfigError(f"{name_of(func)}: expected finite rewards, found {rewards!r:.80}; None says unknown")
+        raise ConfigError(f"{name_of(func)}: expected finite rewards, found {rewards!r:.80}; use None for unknown ones")
     return rewards
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """What `call` returns. A future cannot hold a StopIteration: waiting for it would not end."""
+    """Return the result of `call`. Convert StopIteration, which a future cannot hold: awaiting it would never end."""
     try:
         return call()
     except StopIteration as error:
@@ -71,8 +78,11 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 
 
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
-    """`rewards`: float64 [functions, samples], NaN where unknown. A sample with no known reward gets advantage 0."""
-    # Here, since it warns that it is experimental, which does not concern users of GRPOTrainer.
+    """Yield a training row for each sample. A sample without any known reward gets advantage 0.
+
+    `rewards`: float64 [functions, samples], NaN for unknown ones.
+    """
+    # Imported here because the module warns that it is experimental, which does not concern users of GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
     check_sample(async_rollout_worker.RolloutSample)
@@ -95,7 +105,7 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
 
 
 def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray]:
-    """Of the whole sequence: [prompt, completion]."""
+    """Return the arrays of a training row, each over the whole sequence of prompt and completion."""
     no_logprobs, is_prompt = np.zeros(len(prompt_ids), np.float32), np.zeros(len(prompt_ids), np.int64)
     return {
         "input_ids": np.array([*prompt_ids, *sample.token_ids], np.int64),
@@ -105,7 +115,7 @@ def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray
 
 
 def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[float, float]]:
-    """As TRL names them; a pair is a sum and a count, of which it reports the mean."""
+    """Return metrics of sample lengths under TRL's names. TRL reports a pair (sum, count) as its mean."""
     lengths = [len(sample.token_ids) for sample in samples]
     cut_off = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -117,12 +127,15 @@ def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[f
 
 
 def name_of(func: RewardFunc) -> str:
-    """Its name in metrics and errors: of the function, also of one inside `functools.partial`, or of the class."""
+    """Return a reward function's name for metrics and errors: the name of the function or of its class.
+
+    Looks inside `functools.partial`.
+    """
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", type(func).__name__)
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """What was sampled, in the form of its prompt: text, or a message."""
+    """Return the sampled text in the form of its prompt: text for text, a message for a conversation."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

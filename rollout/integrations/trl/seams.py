@@ -1,7 +1,7 @@
-"""The places where trueroll plugs into TRL, each checked against the TRL that is installed.
+"""The places where trueroll plugs into TRL, checked against the installed version of TRL.
 
-An argument that TRL passes and trueroll does not know might change what is sampled or trained on, so it is an error
-when the integration is imported, or made, and not ignored later.
+An unknown argument from TRL could change what is sampled or trained on. So unknown arguments are an error when the
+integration is imported or created, and they are never silently ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trueroll.versions import untested
 
 
 class TrlMissingError(TruerollError, ImportError):
-    """TRL is not installed, or is of a version without what is plugged in here."""
+    """TRL is not installed, or its version lacks something that the integration needs."""
 
 
 GENERATION = {
@@ -29,28 +29,30 @@ GENERATION = {
     "generate": {"prompts", "images", "num_generations", "profiler"},
     "sync_weights": set(),
 }
-"""Arguments of TRL's VLLMGeneration, by method, which `TruerollGeneration` stands in for."""
+"""Arguments by method of TRL's VLLMGeneration, which `TruerollGeneration` replaces."""
 FUSED_HEAD = {"model", "temperature", "cast_lm_head_to_fp32", "outputs"}
-"""Of `add_fused_lm_head`, in place of which `AlignedGRPOTrainer` aligns."""
+"""Arguments of `add_fused_lm_head`, which `AlignedGRPOTrainer` replaces by `align`."""
 LOG_PROBS = {
     *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"),
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 }
-"""Of GRPOTrainer's `_get_per_token_logps_and_entropies`, which `AlignedGRPOTrainer` overrides."""
+"""Arguments of GRPOTrainer's `_get_per_token_logps_and_entropies`, which `AlignedGRPOTrainer` overrides."""
 SAMPLE = {
     *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version"),
     *("group_id", "metrics", "enqueued_at"),
 }
-"""Of `RolloutSample`, which `TruerollWorker` makes."""
+"""Fields of `RolloutSample`, which `TruerollWorker` creates."""
 TRANSFER = ("init_weight_transfer", "pause", "send_weights", "resume", "destroy")
-"""What TRL asks of a weight transfer."""
+"""Methods that TRL requires of a weight transfer."""
 WORKER = ("rollout_buffer", "metrics_queue", "start", "stop", "update_model_version", "check_health")
-"""What TRL asks of a rollout worker."""
+"""Methods and attributes that TRL requires of a rollout worker."""
 
 
 def check_grpo(module: Any) -> None:
-    """Raise TrlMissingError unless `trl.trainer.grpo_trainer` has what trueroll replaces, with the arguments above."""
+    """Raise TrlMissingError unless `trl.trainer.grpo_trainer` has everything that trueroll replaces, with the expected
+    arguments.
+    """
     generation = _found(module, "VLLMGeneration")
     for name, known in GENERATION.items():
         _check(f"VLLMGeneration.{name}", _found(generation, name), known)
@@ -60,12 +62,12 @@ def check_grpo(module: Any) -> None:
 
 
 def check_sample(sample: type) -> None:
-    """Raise TrlMissingError unless TRL's RolloutSample has the fields that trueroll gives it."""
+    """Raise TrlMissingError unless TRL's RolloutSample has exactly the fields that trueroll sets."""
     _check("RolloutSample", sample, SAMPLE)
 
 
 def check_protocol(protocol: type, known: Iterable[str]) -> None:
-    """Raise TrlMissingError unless TRL asks a stand-in for these methods and attributes alone."""
+    """Raise TrlMissingError unless TRL's protocol has exactly the methods and attributes in `known`."""
     asked = {name for name in (*vars(protocol), *inspect.get_annotations(protocol)) if not name.startswith("_")}
     _compare(protocol.__name__, asked, {*known})
 

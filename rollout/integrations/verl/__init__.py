@@ -1,4 +1,4 @@
-"""trueroll as a rollout of verl: `actor_rollout_ref.rollout.name=trueroll`. See docs/verl.md.
+"""trueroll as a rollout engine of verl: `actor_rollout_ref.rollout.name=trueroll`. See docs/verl.md.
 
-Users import nothing of this: `import verl` finds `plugin` by its entry point.
+Users import nothing from here: `import verl` finds `plugin` by its entry point.
 """

@@ -1,7 +1,7 @@
-"""What verl calls a server adapter: in each process that has weights, the one who pushes them to a worker or a fleet.
+"""verl's server adapter: it pushes the trainer's weights from each trainer process to a worker or a fleet.
 
-Owns the publisher. Does not own the workers, which the server's actor does. Promises: `update_weights` returns when
-they serve the new weights, under a version that they never had before.
+Owns the publisher. Does not own the workers, which belong to the server's actor. Promises that `update_weights` returns
+once the workers serve the new weights, under a version that they never had before.
 """
 
 # pyright: reportMissingImports=false
@@ -26,10 +26,10 @@ Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Te
 
 
 class TruerollAdapter(BaseRollout):
-    """Of the replica `replica_rank`, or of the one that belongs to this rank of the trainer."""
+    """The adapter of replica `replica_rank`; by default of the replica that belongs to this trainer rank."""
 
     is_leader_rank = True
-    """Every rank has a replica of its own."""
+    """Every rank has its own replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -38,11 +38,11 @@ class TruerollAdapter(BaseRollout):
         self._found: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Let the worker take the memory of `tags` again."""
+        """Let the worker allocate the memory of `tags` again."""
         await (await self._server()).wake_up.remote(tags)
 
     async def release(self) -> None:
-        """Let the worker sleep."""
+        """Put the worker to sleep."""
         await (await self._server()).sleep.remote()
 
     async def update_weights(
@@ -53,8 +53,10 @@ class TruerollAdapter(BaseRollout):
         peft_config: Any = None,
         **_: Any,
     ) -> None:
-        """Push Hugging Face names with whole tensors. The version is `global_steps` + 1, since 0 is the checkpoint;
-        without `global_steps`, the weights that the worker dropped in its sleep come again, under their own version.
+        """Push whole tensors with their Hugging Face names.
+
+        The version is `global_steps` + 1, since version 0 is the checkpoint. Without `global_steps`, push the weights
+        that the worker dropped in its sleep again, under their old version.
         """
         _check_kind(wire_format, peft_config)
         server = await self._server()
@@ -64,7 +66,7 @@ class TruerollAdapter(BaseRollout):
         await server.set_version.remote(version)
 
     async def _server(self) -> Any:
-        """verl makes its servers after its adapters."""
+        """Return the server's actor. Looks it up on first use, since verl creates servers after adapters."""
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()
@@ -76,18 +78,15 @@ class TruerollAdapter(BaseRollout):
 def _check_kind(wire_format: str, peft_config: Any) -> None:
     if wire_format != "named_tensors":
         raise ConfigError(
-            f"checkpoint_engine.backend: expected one that sends whole tensors, found one that sends {wire_format}; "
-            "choose another one"
+            f"checkpoint_engine.backend: it sends {wire_format}, but a worker needs whole tensors; choose another "
+            "backend"
         )
     if peft_config is not None:
-        raise ConfigError(
-            "model.lora: expected none, or one that is merged before it is sent, found an adapter, which a worker does "
-            "not serve; set model.lora.merge=True"
-        )
+        raise ConfigError("model.lora: adapters that are not merged are not supported; set model.lora.merge=True")
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """For another thread, the pairs, of which each is made on the loop's: there verl has its device and its groups."""
+    """Yield the pairs to another thread. Create them on the loop's thread, which has verl's device and groups."""
     pairs = ensure_async_iterator(weights)
 
     async def take() -> tuple[str, torch.Tensor] | None:

@@ -1,6 +1,6 @@
-"""What `import verl` imports, by the entry point `verl.plugins`: tells verl's two registries of trueroll.
+"""The plugin that `import verl` loads by the entry point `verl.plugins`. It adds trueroll to verl's two registries.
 
-verl imports plugins in each of its processes, and goes on without one that fails.
+verl imports plugins in each of its processes, and continues without a plugin that fails.
 """
 
 # pyright: reportMissingImports=false

@@ -1,4 +1,4 @@
-"""A rollout replica of verl's: one server, on the node and the device of one rank of the trainer."""
+"""verl's rollout replica: one server on the node and the device of one trainer rank."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .settings import NAME, check_rollout
 
 
 class TruerollReplica(RolloutReplica):
-    """For the policy; verl's reward models and teachers ask their servers for other things."""
+    """A replica for the policy. verl's reward models and teachers need servers with other endpoints."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_rollout(self.config)
         if self.is_reward_model or self.is_teacher_model:
             raise ConfigError(
-                f"rollout.name: expected another engine for a reward model or a teacher, found {NAME}, which serves "
-                "the policy alone; choose another one for them"
+                f"rollout.name: {NAME} serves only the policy, not a reward model or a teacher; choose another engine "
+                "for them"
             )
 
     async def launch_servers(self) -> None:
-        """Start the server, and return when its worker is ready. Raise what keeps it from that."""
+        """Start the server and return when its worker is ready. Raise the error if it does not start."""
         [trainer] = self.workers
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()
-        # Ray hides the devices from an actor that asks for none of its own.
+        # Ray hides all devices from an actor that requests none.
         shown = dict.fromkeys(platform.ray_noset_envvars(), "1") | {platform.visible_devices_envvar(): device_id}
         options = dict(
             name=server_name(self.replica_rank),
@@ -48,18 +48,18 @@ class TruerollReplica(RolloutReplica):
         self._server_address = await self._server_handle.address.remote()
 
     async def start_profile(self, **_: Any) -> None:
-        """A worker has no profiler; the trainer is profiled without it."""
+        """Do nothing: a worker has no profiler."""
 
     async def stop_profile(self) -> None:
-        """See `start_profile`."""
+        """Do nothing, see `start_profile`."""
 
 
 def server_name(replica_rank: int) -> str:
-    """By which Ray finds the server of a replica."""
+    """Return the name under which Ray finds the server of a replica."""
     return f"{NAME}_server_{replica_rank}"
 
 
 def _place(_: Any) -> tuple[str, str]:
-    """Of the process that runs it: the node, and the accelerator that Ray gave it."""
+    """Return the calling process's node id and the id of the accelerator that Ray assigned to it."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()[get_platform().ray_resource_name()][0]

@@ -1,8 +1,9 @@
-"""What verl calls a server: a Ray actor that owns one worker process, or a fleet, and passes verl's requests to it.
+"""verl's server: a Ray actor that owns a worker process or a fleet and forwards verl's requests to it.
 
 Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the
-weights: the adapter, in the trainer's process, pushes them past this actor and says so afterwards. Promises: no token
-comes from weights older than the last that were pushed when its request began; what an abort ends returns what it has.
+weights: the adapter in the trainer's process pushes them directly to the worker and then notifies this actor. Promises
+that no token comes from weights older than the last push before its request began, and that aborted requests return
+their tokens so far.
 """
 
 # pyright: reportMissingImports=false
@@ -30,8 +31,12 @@ from .settings import sampling_params, worker_settings
 
 
 class TruerollServer:
-    """`config`: verl's RolloutConfig. `model_config`: has the `path` of the checkpoint that the worker loads first.
-    `device`: as for EngineConfig. `can_sleep`: whether sleeping gives memory back, or does nothing.
+    """The actor's class.
+
+    - `config`: verl's RolloutConfig
+    - `model_config`: its `path` is the checkpoint that the worker loads first
+    - `device`: as for EngineConfig
+    - `can_sleep`: whether `sleep` releases memory; otherwise it does nothing
     """
 
     def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
@@ -54,35 +59,35 @@ class TruerollServer:
         self._rejects = False
 
     def address(self) -> str:
-        """Of the worker, or the file of the fleet. What answers there speaks trueroll's protocol, not HTTP."""
+        """Return the address of the worker, or the file of the fleet. It uses trueroll's protocol, not HTTP."""
         return self._address
 
     def version(self) -> int:
-        """Of the weights that were pushed last; 0: those of the checkpoint."""
+        """Return the version of the last pushed weights; 0 is the checkpoint."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """The worker serves these weights: from now on nothing older is good enough."""
+        """Note that the worker serves this version. From now on, samples from older weights are refused."""
         self._version = version
         self._asked.clear()
 
     async def generate(
         self, request_id: str, prompt_ids: Any, sampling_params: dict[str, Any], **media: Any
     ) -> TokenOutput:
-        """One sample of a prompt, given as token ids. While the gate is closed it waits, or comes back empty.
+        """Return one sample of a prompt, given as token ids. While the gate is closed, wait or return an empty sample.
 
-        Raise InvalidRequestError for images and other media, and for parameters that a worker does not serve;
-        StaleWeightsError if the worker was started anew.
+        Raise InvalidRequestError for images and other media, and for parameters that a worker does not support. Raise
+        StaleWeightsError if the worker was restarted.
         """
         if given := [name for name, value in media.items() if value]:
-            text = f"{', '.join(given)}: expected none, as a worker serves text only; leave it out"
+            text = f"{', '.join(given)}: a worker supports text only; remove it"
             raise InvalidRequestError(text, field=given[0])
         prompt = normalize_token_ids(prompt_ids)
         while not self._gate.is_set():
             if self._rejects:
                 return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
             await self._gate.wait()
-        # From here on until the client has sent the request nothing else runs on the loop, so an abort knows of it.
+        # Nothing else runs on the loop until the client has sent the request, so that an abort includes it.
         return await self._sample(request_id, prompt, sampling_params)
 
     async def _sample(self, request_id: str, prompt: list[int], given: dict[str, Any]) -> TokenOutput:
@@ -90,7 +95,7 @@ class TruerollServer:
         [group] = await self._client.generate([prompt], params, min_weight_version=self._version)
         [sample] = group.samples
         if sample.finish_reason == "error":
-            raise TruerollError(f"sample: expected one, found an error: {sample.error}; see the worker's log")
+            raise TruerollError(f"sample: it ended with an error: {sample.error}; see the worker's log")
         return TokenOutput(
             token_ids=sample.token_ids,
             log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
@@ -100,8 +105,10 @@ class TruerollServer:
         )
 
     def _seed(self, request_id: str, prompt: list[int]) -> int | None:
-        """With `full_determinism`, the same for the k-th request with this id and prompt under these weights. verl's
-        ids are then not unique, and its requests come in any order.
+        """Return the seed of a request; None without `full_determinism`.
+
+        With `full_determinism` verl's request ids are not unique, and its requests come in any order. The k-th request
+        with the same id and prompt under the same weights always gets the same seed.
         """
         if not self._config.full_determinism:
             return None
@@ -111,8 +118,9 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """verl's steps whose weights a sample's tokens came from. Without tokens none: verl keeps the first that it is
-        told as the one that the sample began in.
+        """Return verl's last, smallest and largest step in which the weights of a sample's tokens were pushed.
+
+        Return an empty map for a sample without tokens: verl takes the first reported step as the sample's start.
         """
         steps = [version - 1 for version in versions]
         if not steps:
@@ -120,37 +128,38 @@ class TruerollServer:
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End all requests with what they have, and let none begin until `resume_generation`. Those that come meanwhile
-        wait, or with `reject_request` come back empty.
+        """End all requests with their tokens so far, and start none until `resume_generation`.
+
+        Requests that arrive in the meantime wait; with `reject_request` they return empty samples.
         """
         self._gate.clear()
         self._rejects = reject_request
         await self._client.abort_all()
 
     async def resume_generation(self) -> None:
-        """Open the gate."""
+        """Let requests start again."""
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and KV cache; a push must follow. Running requests go on after it."""
+        """Release the memory of weights and KV cache. A push must follow, and then running requests continue."""
         if self._can_sleep:
             await self._client.sleep(level=2)
 
     async def wake_up(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take the memory of `tags` again; harmless if it was not given back."""
+        """Allocate the memory of `tags` again. A no-op if it was not released."""
         if self._can_sleep:
             await self._client.wake_up(tags=tags)
 
     async def release_kv_cache(self) -> None:
-        """Give back the memory of the KV cache alone."""
+        """Release only the memory of the KV cache."""
         if self._config.free_cache_engine:
             await self._client.sleep(level=1, tags=["kv_cache"])
 
     async def resume_kv_cache(self) -> None:
-        """Take the memory of the KV cache again."""
+        """Allocate the memory of the KV cache again."""
         if self._config.free_cache_engine:
             await self._client.wake_up(tags=["kv_cache"])
 
     async def clear_kv_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         await self._client.invalidate_prefix_cache()

@@ -1,4 +1,4 @@
-"""verl's settings in trueroll's words, and refusals of those that a worker does not have. Imports nothing of verl's."""
+"""Translation of verl's settings to trueroll's. Unsupported settings are refused. Imports nothing from verl."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trueroll.errors import ConfigError, InvalidRequestError
 from ....engine.request import SamplingParams
 
 NAME = "trueroll"
-"""Of the rollout, in verl's settings."""
+"""The rollout's name in verl's settings."""
 LOGPROBS_MODES = {"processed_logprobs": "processed", "raw_logprobs": "raw", "temperature": "temperature"}
-"""By `rollout.logprobs_mode`: the first two are verl's own words."""
+"""trueroll's `logprobs` by `rollout.logprobs_mode`. The first two modes are verl's own."""
 ONLY = {
     "tensor_model_parallel_size": 1,
     "data_parallel_size": 1,
@@ -25,22 +25,22 @@ KV_SETTINGS = ("num_blocks", "kv_memory", "kv_memory_fraction")
 
 
 def check_rollout(config: Any) -> None:
-    """Raise ConfigError for a `rollout` section that asks for what a worker does not do."""
+    """Raise ConfigError if a `rollout` section asks for something that a worker does not support."""
     for name, value in ONLY.items():
         if (found := getattr(config, name)) != value:
-            raise ConfigError(f"rollout.{name}: expected {value}, as a worker has nothing else, found {found}; set it")
+            raise ConfigError(f"rollout.{name}: {found} is not supported; set it to {value}")
     if config.logprobs_mode not in LOGPROBS_MODES:
         raise ConfigError(
-            f"rollout.logprobs_mode: expected one of {', '.join(LOGPROBS_MODES)}, found {config.logprobs_mode!r}; "
-            "correct it"
+            f"rollout.logprobs_mode: {config.logprobs_mode!r} is not supported; set it to one of "
+            f"{', '.join(LOGPROBS_MODES)}"
         )
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """For `launch_worker`, from a `rollout` section, and `num_workers`: how many of them the replica has. Its
-    `engine_kwargs.trueroll`, which holds settings of EngineConfig and of WorkerConfig, overrides the others.
+    """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's workers.
 
-    Raise ConfigError for a number of workers that the device cannot have.
+    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. They override the
+    others. Raise ConfigError for a number of workers that the device does not allow.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -57,22 +57,22 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     num_workers = own.pop("num_workers", 1)
     if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
         raise ConfigError(
-            f"engine_kwargs.{NAME}.num_workers: expected an integer from 1 on, and 1 where a replica has an "
-            f"accelerator, found {num_workers!r} on {device}; correct it"
+            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to an integer of at "
+            "least 1, or to 1 if the replica has an accelerator"
         )
     return settings | own | {"num_workers": num_workers}
 
 
 def max_model_len(config: Any) -> int:
-    """The most tokens that prompt and response have together."""
+    """Return the maximum number of tokens of prompt and response together."""
     return config.max_model_len or config.prompt_length + config.response_length
 
 
 def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed: int | None) -> SamplingParams:
-    """From the parameters of one request, and where it names none, from a `rollout` section. `seed` None: the worker's
-    choice.
+    """Return the sampling parameters of a request, with defaults from a `rollout` section.
 
-    Raise InvalidRequestError, by its name, for what a worker does not serve, and for a prompt that leaves no room.
+    `seed`: None lets the worker choose it. Raise InvalidRequestError, which names the field, for an unsupported
+    parameter and for a prompt that leaves no room for a response.
     """
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
     for name, value in NEUTRAL.items():
@@ -80,7 +80,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
             text = f"{name} is not supported (got {found}); set it to {value}"
             raise InvalidRequestError(text, field=name, value=found)
     if fields.get("n", 1) != 1:
-        text = f"n: expected 1, as verl takes one sample of a request, found {fields['n']}"
+        text = f"n: verl takes one sample per request (got {fields['n']}); set it to 1"
         raise InvalidRequestError(text, field="n", value=fields["n"], limit=1)
     fields["logprobs"] = LOGPROBS_MODES[config.logprobs_mode] if fields.get("logprobs") else None
     fields["max_tokens"] = _max_tokens(fields, config, prompt_len)
@@ -88,12 +88,12 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Takes it out of `fields`, by the name of vLLM or of SGLang."""
+    """Return the maximum number of new tokens. Removes it from `fields`, under the name of vLLM or of SGLang."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"prompt: expected fewer than max_model_len = {max_model_len(config)} tokens, found {prompt_len}; shorten "
-            "it, or raise rollout.max_model_len",
+            f"prompt: {prompt_len} tokens leave no room for a response in max_model_len = {max_model_len(config)}; "
+            "shorten the prompt, or raise rollout.max_model_len",
             field="prompt",
             value=prompt_len,
             limit=max_model_len(config) - 1,

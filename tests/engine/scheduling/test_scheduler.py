@@ -338,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.drain()
         self.seen.update(self.driver.seen)
         self.seen["deferred"] += self.driver.scheduler.stats.deferred_admissions
-        self.seen["eviction"] += self.driver.cache.tables.evictions
+        self.seen["eviction"] += sum(pool.evictions for pool in self.driver.cache.tables.pools)
 
 
 class CollidingMachine(SchedulerMachine):

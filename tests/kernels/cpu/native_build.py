@@ -1,4 +1,4 @@
-"""Builds of the native kernels' sources with other flags than the installed library."""
+"""Build the native kernels' sources with other flags than the installed library."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def build(
     more_sources: Sequence[Path] = (),
     own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Compiles and links all sources, with the flags of pyproject.toml, then these, then those of a source's name.
+    """Compile and link all sources, with the flags of pyproject.toml, then `flags`, then the `own_flags` of a source's
+    name.
 
-    With emulated tiles: the instruction set `amx_bf16` then runs on any machine. Objects go beside `output`.
+    With emulated tiles, the instruction set `amx_bf16` runs on any machine. Objects are stored beside `output`.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
     flags = [*settings["extra-compile-args"], *flags, "-fPIC", "-DEMULATE_TILES"]
@@ -47,7 +48,8 @@ def _run(command: list[str]) -> None:
 
 @cache
 def emulated_library() -> Library:
-    """The library with emulated tiles, beside the installed one. Built once for all processes of a run of the tests.
+    """Return the library with emulated tiles, beside the installed one. It is built once for all processes of a test
+    run.
 
     Only the instruction set that the installed library may lack is compiled to be fast.
     """

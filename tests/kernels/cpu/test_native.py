@@ -1,7 +1,7 @@
 """The native kernels under sanitizers: no access beyond a buffer, no undefined behaviour, no race.
 
-The driver calls everything in the C interface with buffers of exactly the sizes that the interface asks for, with the
-instruction set that the machine serves with; `make test-all` takes all that it has, and emulated tiles.
+The driver calls every function of the C interface with buffers of exactly the required sizes, with the instruction set
+that serves on this machine. `make test-all` uses all instruction sets of the machine, and emulated tiles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .native_build import ROOT, build
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
 POOL_DRIVER = DRIVER.with_name("pool_driver.cpp")
 
-pytestmark = pytest.mark.timeout(900)  # compiles with sanitizers, which takes a minute of two idle cores
+pytestmark = pytest.mark.timeout(900)  # compiling with sanitizers takes a minute on two idle cores
 
 
 ISAS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
@@ -38,7 +38,7 @@ def run(driver: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _keep_addresses_in_order() -> None:
-    """ThreadSanitizer does not start where a kernel places memory too much at random; this turns that off."""
+    """Turn off address randomization: ThreadSanitizer does not start if a kernel places memory too randomly."""
     ctypes.CDLL(None).personality(0x0040000)
 
 
@@ -47,23 +47,23 @@ def _keep_addresses_in_order() -> None:
 def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_path: Path) -> None:
     available = load_library().instruction_sets()
     tested = {available[0]} if which == "the best" else {"amx_bf16", *available}
-    # -O1 takes a compiler nearly twice as long, and gains the driver little.
+    # -O1 compiles nearly twice as long and makes the driver only a little faster.
     flags = ["-Og", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
     others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - tested, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", flags, [DRIVER], others)
     misused = run(tmp_path / "driver", "misuse")
-    assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds what is wrong"
+    assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds the error"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == tested
 
 
 def test_no_race_between_threads(tmp_path: Path) -> None:
-    """With one instruction set: all of them share the work among threads by the same code."""
+    """One instruction set suffices: all of them share the work among threads with the same code."""
     others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - {"portable"}, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", ["-O1", "-g1", "-fsanitize=thread"], [DRIVER], others)
     misused = run(tmp_path / "driver", "misuse")
-    assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds what is wrong"
+    assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds the race"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["portable"]
@@ -71,7 +71,7 @@ def test_no_race_between_threads(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pool_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pool alone, and what drives it."""
+    """The driver of the pool, without the rest of the library."""
     driver = tmp_path_factory.mktemp("pool") / "driver"
     sources = [POOL_DRIVER, ROOT / "kernels" / "cpu" / "native" / "pool.cpp"]
     subprocess.run(["g++", "-std=c++17", "-O1", "-pthread", *sources, "-o", driver], check=True)
@@ -79,14 +79,14 @@ def pool_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("promise", ["sleep", "keep"])
-def test_threads_that_wait_leave_their_cores_to_others_and_are_kept(pool_driver: Path, promise: str) -> None:
+def test_waiting_threads_sleep_and_are_reused(pool_driver: Path, promise: str) -> None:
     assert subprocess.run([pool_driver, promise]).returncode == 0
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     library = load_library()
     before = library.instruction_set()
-    with pytest.raises(ConfigError, match="expected one of .*portable.*, found 'sse2'"):
+    with pytest.raises(ConfigError, match="expected one that this machine has .*portable.*, found 'sse2'"):
         library.choose("sse2")
     assert library.instruction_set() == before
 
@@ -121,7 +121,7 @@ def test_a_call_with_another_number_of_arguments_is_refused(count: int) -> None:
         load_library().pack(*[0] * count)
 
 
-def test_every_layer_has_to_suit_the_kernels() -> None:
+def test_one_unsupported_layer_rules_out_the_kernels() -> None:
     layers = [layer_spec(size=size) for size in (16, 20, 512)]
     odd = [layer_spec(experts=replace(EXPERTS, intermediate_size=size)) for size in (48, 40)]
 
@@ -135,4 +135,4 @@ def test_every_layer_has_to_suit_the_kernels() -> None:
     assert "intermediate and hidden sizes that are multiples of 16, found 40" in found(*odd, hidden=144)
     assert "found 130; use the backend reference" in found(odd[0], hidden=130)
     assert found(odd[0], hidden=144) == "" == found(layers[0], hidden=130)
-    assert "expect products that lead back in 1 piece, found 4; use the backend ref" in found(layers[0], pieces=4)
+    assert "in 1 piece, found 4; use the backend ref" in found(layers[0], pieces=4)

@@ -1,4 +1,4 @@
-"""Weights in the layout of each backend: what goes in comes out with the same bits."""
+"""Weights in the layout of each backend: stored values come back with the same bits."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def poisoned(served: Served, rows: int, columns: int) -> Weight:
-    """A weight whose memory holds NaN, padding too."""
+    """Return a weight with memory full of NaN, padding included."""
     return served.ops.new_weight(rows, columns, lambda *shape: torch.full(shape, torch.nan, dtype=served.dtype))
 
 
 def memory_of(weight: Weight) -> torch.Tensor:
-    """What it has in memory, padding included."""
+    """Return the memory of a weight, padding included."""
     return weight.data if isinstance(weight, PackedWeight) else weight.to_dense()
 
 

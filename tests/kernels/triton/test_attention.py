@@ -1,4 +1,4 @@
-"""Attention by Triton's interpreter: against float64, and the same bits whichever kernel computes a query."""
+"""Attention in Triton's interpreter: against float64, and the same bits from every kernel that computes a query."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sequences_of(
     sinks: Tensor | None = None,
     **attention: Any,
 ) -> Paged:
-    """Sequences in a cache, attended to by the Triton kernels. `attention`: their window and soft cap."""
+    """Return sequences in a cache that the Triton kernels attend to. `attention`: their window and soft cap."""
     ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
     sequences = Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
     sequences.attention |= dict(sinks=sinks)
@@ -42,7 +42,7 @@ def sequences_of(
 
 
 def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:
-    """The attention of single queries by the way of graphs: context lengths on the device, of up to `most` tokens."""
+    """Return the attention of single queries as in a CUDA graph: context lengths on the device, up to `most` tokens."""
     q, batch = sequences.batch(chunks)
     batch = dataclasses.replace(batch, context_lens=[most] * len(chunks), lens=torch.tensor(batch.context_lens))
     caches = sequences.k_cache, sequences.v_cache
@@ -52,7 +52,7 @@ def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> T
 def in_float64(
     sequences: Paged, i: int, window: int | None, soft_cap: float | None, sinks: Tensor | None, rounded: bool = False
 ) -> Tensor:
-    """The attention of sequence i; if `rounded`, with weights rounded to the dtype, relative to the highest."""
+    """Return the attention of sequence i; if `rounded`, with weights relative to the highest rounded to the dtype."""
     q, k, v = (x[i].double().transpose(0, 1) for x in (sequences.q, sequences.k, sequences.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * sequences.size**-0.5
@@ -69,13 +69,13 @@ def in_float64(
 
 
 def sinks_of(heads: int, dtype: torch.dtype) -> Tensor:
-    """Some below all scores, some above."""
+    """Return sinks, some below all scores and some above."""
     return randn(heads, dtype=dtype, seed=9) * 4
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that were launched on grids that are not empty."""
+    """The names of the kernels that were launched on non-empty grids."""
     names: list[str] = []
     launch = attention.launch
 
@@ -170,7 +170,7 @@ def test_chunks_and_single_queries_give_the_bits_of_the_whole(
 def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
     launched: list[str], window: int | None, soft_cap: float | None
 ) -> None:
-    """Behind the last partition, of one as of two."""
+    """A sink is folded in after the last partition, of one or two partitions."""
     attention: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
     sinks, ends = sinks_of(6, torch.bfloat16), (1, 40, 512, 513, 520)
     with_sinks = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, sinks=sinks, **attention)
@@ -188,7 +188,7 @@ def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
 
 @both_dtypes
 def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: torch.dtype) -> None:
-    """Of each head by itself."""
+    """Each head has its own sink."""
     sinks = torch.tensor([-torch.inf, 1e4, -1e4, 0.0]).to(dtype)
     without, with_sinks = (sequences_of([70], dtype, group=2, kv_heads=2, sinks=given) for given in (None, sinks))
     for each in (without, with_sinks):
@@ -199,8 +199,8 @@ def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: t
 
 
 @both_dtypes
-def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
-    """Chunks and single queries in one call, in an order that mixes them."""
+def test_results_do_not_depend_on_other_sequences(launched: list[str], dtype: torch.dtype) -> None:
+    """One call computes chunks and single queries in a mixed order."""
     sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2, sinks=sinks_of(6, dtype))
     chunks = [(2, 120, 130), (1, 529, 530), (0, 0, 40), (3, 63, 64), (1, 500, 520), (2, 64, 65)]
     together = sequences.attend(chunks)
@@ -211,7 +211,7 @@ def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> Non
 
 
 @both_dtypes
-def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_block_size(launched: list[str], dtype: torch.dtype) -> None:
     chunks = [(0, 500, 540), (1, 69, 70), (0, 514, 515)]
     found = [torch.cat(sequences_of([540, 70], dtype, block_size=n).attend(chunks)) for n in (2, 16, 64, 48)]
     assert launched == (DECODE + PREFILL) * 4
@@ -219,7 +219,7 @@ def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-def test_a_window_that_holds_all_tokens_is_none() -> None:
+def test_a_window_over_all_tokens_changes_no_bit() -> None:
     sequences, windowed = (sequences_of([600], torch.bfloat16, window=window) for window in (None, 520))
     chunk, singles = [(0, 500, 560)], [(0, 519, 520), (0, 520, 521)]
     for found, expected, inside in (
@@ -231,8 +231,8 @@ def test_a_window_that_holds_all_tokens_is_none() -> None:
 
 
 @pytest.mark.parametrize("window", [70, 600])
-def test_what_is_left_out_behind_a_window_changes_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partitions and tiles; every key before them computes to the same bits."""
+def test_skipping_keys_behind_a_window_changes_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions and tiles are skipped. Computing every key before them gives the same bits."""
     sequences = sequences_of([1111], torch.bfloat16, window=window)
     attend = (lambda: sequences.attend([(0, 1075, 1111)])), (lambda: sequences.attend([(0, 575, 576), (0, 1110, 1111)]))
     tiles = count_tiles(monkeypatch)
@@ -245,7 +245,7 @@ def test_what_is_left_out_behind_a_window_changes_no_bit(window: int, monkeypatc
 
 
 def test_a_window_bounds_the_tiles_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the memory, with context lengths on the device too."""
+    """The memory is bounded too, also with context lengths on the device."""
     sequences = sequences_of([5000], torch.bfloat16, window=KEYS)
     tiles = count_tiles(monkeypatch)
     sequences.attend([(0, 4992, 5000)])
@@ -257,7 +257,7 @@ def test_a_window_bounds_the_tiles_that_are_computed(monkeypatch: pytest.MonkeyP
 
 
 def count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one for each tile of keys that a program computes."""
+    """Return a list that grows by one for each tile of keys that a program computes."""
     tiles: list[None] = []
     add_tile = attention._add_tile
     monkeypatch.setattr(attention, "_add_tile", lambda *args: (tiles.append(None), add_tile(*args))[1])
@@ -265,8 +265,8 @@ def count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize("window", [1, 70, 600])
-def test_what_a_table_has_behind_the_windows_is_never_read(launched: list[str], window: int) -> None:
-    """Such blocks may be other sequences' by then, or nobody's."""
+def test_table_entries_behind_the_windows_are_never_read(launched: list[str], window: int) -> None:
+    """Such blocks may belong to other sequences by then, or to none."""
     sequences = sequences_of([1111], torch.bfloat16, window=window)
     chunk, single = (0, 1080, 1100), (0, 1110, 1111)
     expected = [sequences.attend([each])[0] for each in (chunk, single)]
@@ -282,7 +282,7 @@ def test_what_a_table_has_behind_the_windows_is_never_read(launched: list[str], 
 @pytest.mark.parametrize("window", [None, 70])
 @both_dtypes
 def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype, window: int | None) -> None:
-    """Whatever the host takes for the longest context, and however many programs share the partitions."""
+    """The host may assume any longest context, and any number of programs may share the partitions."""
     sequences = sequences_of([1100, 70, 513], dtype, group=7, window=window)
     chunks = [(0, 1099, 1100), (1, 69, 70), (2, 512, 513), (0, 40, 41)]
     expected = torch.cat(sequences.attend(chunks))
@@ -301,10 +301,10 @@ def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "place,window", [(KEYS - 1, None), (KEYS, 5), (PARTITION - 4, None), (PARTITION - 4, 5), (PARTITION, 5)]
 )
-def test_a_token_that_is_not_finite_reaches_those_who_see_it(
+def test_a_non_finite_token_reaches_only_queries_that_see_it(
     launched: list[str], place: int, window: int | None
 ) -> None:
-    """Stored as `write_kv` does: 0 for the values that are not finite, NaN for the whole key."""
+    """The token is stored as in `write_kv`: 0 for the values that are not finite, NaN for the whole key."""
     sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2, window=window)
     chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 4, place + 8)]
 
@@ -321,7 +321,7 @@ def test_a_token_that_is_not_finite_reaches_those_who_see_it(
     for was, now, positions in zip(before, after, (range(-3, 9), (-1, 0, 4, 8)), strict=True):
         sees = torch.tensor([0 <= distance < seen for distance in positions])
         assert not was.isnan().any()
-        assert now[sees, :2].isnan().all(), "the head that has the token, for those who see it"
+        assert now[sees, :2].isnan().all(), "the head that has the token, in queries that see it"
         assert same_bits(now[~sees], was[~sees]) and same_bits(now[:, 2:], was[:, 2:])
 
 
@@ -332,7 +332,7 @@ def test_what_another_sequence_left_in_a_block_is_never_read() -> None:
 
 
 def test_a_plan_is_read_on_the_stream_alone_that_it_was_copied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another stream would not wait for its tensors to arrive."""
+    """Another stream would not wait for the plan's tensors to arrive."""
     sequences, copied = sequences_of([5, 3], torch.bfloat16), []
     to_device, streams = attention.to_device, iter("aaba")
     monkeypatch.setattr(attention, "to_device", lambda x, device: copied.append(x) or to_device(x, device))

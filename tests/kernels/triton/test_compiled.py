@@ -1,9 +1,10 @@
-"""Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
+"""Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without a GPU.
 
-`examples/benchmarks/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made
-for the interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles of the forms that
-the models have as many as show all of this, and for sm_90 all of Qwen2.5-7B, of delta nets and of gpt-oss-20b's
-experts; `python examples/benchmarks/triton_report.py --all` compiles every one for every target, and no test does.
+`examples/benchmarks/triton_report.py` records and compiles them in its own process: in this process kernels are made
+for the interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles enough of the
+models' forms to cover all tiles and constants, and for sm_90 all forms of Qwen2.5-7B, of delta nets and of
+gpt-oss-20b's experts. `python examples/benchmarks/triton_report.py --all` compiles every form for every target; no test
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trueroll.kernels.triton import experts, products
 
 ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Why a kernel may spill on a target, and the most bytes of a thread that it may.
+# For kernels that may spill on a target: the reason, and the most bytes per thread.
 NOT_TUNED = "the kernels are compiled for sm_100, but their tiles were chosen for sm_90"
 NOT_FOR_80 = (
     "tiles with two accumulators were chosen for sm_90, which multiplies from shared memory, not from registers"
@@ -46,7 +47,7 @@ IN_A_WARP = "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], war
 Compiled = dict[str, Any]
 
 pytestmark = [
-    pytest.mark.timeout(900),  # the first test waits until all is compiled: several minutes of one idle core
+    pytest.mark.timeout(900),  # the first test waits until everything is compiled: several minutes on one idle core
     thinned(lambda compiled="--few", **_: compiled == "--few"),
 ]
 
@@ -64,7 +65,7 @@ of_all = pytest.mark.parametrize("compiled", ["--json"], ids=["all that differ"]
 
 
 def run_compiler(script: list[str], cache: Path) -> Any:
-    """What a script prints as JSON that compiles kernels, into an empty folder `cache`."""
+    """Return the JSON output of a script that compiles kernels into an empty folder `cache`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run([sys.executable, *script], env=environment, capture_output=True, text=True)
@@ -73,7 +74,7 @@ def run_compiler(script: list[str], cache: Path) -> Any:
 
 
 def kernels_of(module: Path) -> set[str]:
-    """The functions of a module that are made kernels by `exact_jit`."""
+    """Return the functions of a module that `exact_jit` makes kernels."""
     functions = [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {f"{module.stem}.{f.name}" for f in functions if "exact_jit" in map(ast.unparse, f.decorator_list)}
 
@@ -115,7 +116,7 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, comp
 
 @of_all
 def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
-    """For the target of the tiles also in every combination that one model has."""
+    """For the tuned target, every combination that one model has is compiled too."""
     found = defaultdict(set)
     for c in compiled:
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
@@ -133,8 +134,8 @@ def test_shared_memory_suffices(compiled: list[Compiled]) -> None:
     assert [c for c in compiled if c["shared"] > SHARED_MEMORY[c["capability"]]] == []
 
 
-def test_arguments_are_what_the_kernel_was_told(compiled: list[Compiled]) -> None:
-    """Triton knows of pointers that they are aligned, and nothing of a number but its type."""
+def test_kernels_know_only_types_and_alignment_of_arguments(compiled: list[Compiled]) -> None:
+    """Triton knows that pointers are aligned, and only the types of numbers."""
     for c in compiled:
         assert c["signature"] == c["types"], c
         assert c["aligned"] == [name for name, kind in c["types"].items() if kind.startswith("*")], c
@@ -150,8 +151,8 @@ def without_columns(instruction: str) -> str:
     [("products", "wgmma m64k16"), ("experts", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")],
 )
 def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
-    """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary. There
-    attention has one factor in registers.
+    """On sm_90 the number of columns follows the number of tokens, keys or elements of a head, and may vary. Attention
+    has one factor in registers there.
     """
     found = defaultdict(set)
     for c in compiled_of(module, compiled):
@@ -164,7 +165,7 @@ def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compil
 
 @of_all
 def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
-    """For heads of one size, whichever kernel has them: the order of a sum follows the layout."""
+    """Heads of one size have one layout in all kernels, since the order of a sum follows the layout."""
     layouts = defaultdict(set)
     for c in compiled_of("attention", compiled):
         if c["instructions"]:
@@ -175,7 +176,7 @@ def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
 
 @of_all
 def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled]) -> None:
-    """In decodes and prompts, for any number of heads: four keys in each thread of one warp."""
+    """Decodes and prompts with any number of heads keep four keys in each thread of one warp."""
     layouts = defaultdict(set)
     for c in compiled_of("recurrence", compiled):
         if c["kernel"].endswith("_delta_rule_kernel"):
@@ -213,7 +214,7 @@ print(json.dumps({capability: [compiled(capability, form) for form in forms] for
 
 
 def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the environment says."""
+    """No setting of the environment changes this."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     script = tmp_path / "multiply_add.py"
     script.write_text(MULTIPLY_ADD)
@@ -280,7 +281,7 @@ print(json.dumps(dict(prepared=prepared, served=seen, records=records)))
 """
 
 
-def test_what_was_prepared_is_neither_compiled_nor_loaded_later_and_is_kept_for_the_next_process(
+def test_prepared_kernels_are_neither_compiled_nor_loaded_again_and_stay_cached(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "ahead.py"

@@ -20,14 +20,14 @@ from ..backends import both_dtypes
 from ..inputs import randn, same_bits, strided
 from .test_products import PIECES
 
-HIDDEN, INNER = 136, 72  # a tail behind the last step of a tile, and features that fill no tile
+HIDDEN, INNER = 136, 72  # a tail after the last step of a tile, and features that do not fill a tile
 SPEC = ExpertsSpec(5, 2, INNER)
 BIASED = ExpertsSpec(5, 3, INNER, activation="clamped_silu", bias=True)
 ODD = ExpertsSpec(4, 2, 33, activation="gelu_tanh")  # elements are loaded one by one
 
 
 def weights_of(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> ExpertsWeights:
-    """Random ones, such that no product is far from 1."""
+    """Return random weights for which all products stay near 1."""
     count, inner = spec.num_experts, spec.intermediate_size
 
     def new(*shape: int, seed: int) -> Tensor:
@@ -41,7 +41,7 @@ def weights_of(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> ExpertsWei
 def inputs(
     spec: ExpertsSpec, count: int, dtype: torch.dtype, hidden: int = HIDDEN
 ) -> tuple[Tensor, ExpertsSpec, ExpertsWeights, Tensor, Tensor, Tensor]:
-    """The arguments of `experts` for so many rows: most go to the first expert, none to the last but one."""
+    """Return the arguments of `experts` for `count` rows: most go to the first expert, none to the last but one."""
     logits = randn(count, spec.num_experts, seed=6) + torch.tensor([2.0] + [0.0] * (spec.num_experts - 1))
     logits[:, -2] = -torch.inf
     chosen, gates = reference.route(logits, spec)
@@ -52,7 +52,7 @@ def inputs(
 def step_by_step(
     x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, chosen: Tensor, gates: Tensor, shared: Tensor
 ) -> Tensor:
-    """`experts` by the products of each expert's rows alone."""
+    """Compute `experts` with separate products of each expert's rows."""
     total = torch.zeros_like(x, dtype=torch.float32)
     gate_ups, downs = (w.to_dense().unflatten(0, (spec.num_experts, -1)) for w in (weights.gate_up, weights.down))
     for expert in range(spec.num_experts):
@@ -68,7 +68,7 @@ def step_by_step(
 
 
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every K has pieces."""
+    """Cut every K into pieces."""
     for module in (experts, products):
         monkeypatch.setattr(module, "k_splits", lambda rows, columns: PIECES)
 
@@ -79,7 +79,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_have_the_bits_of_their_products_from_every_tile(
     tile: Tile, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tile that is full and a part of another, parts alone, and an expert without rows."""
+    """Tile counts per expert: one full tile and a part of another, only a part of one, and none."""
     monkeypatch.setattr(experts, "_tile", lambda *sizes: tile)
     if pieces > 1:
         cut(monkeypatch)
@@ -144,7 +144,7 @@ def test_no_rows() -> None:
 
 
 def made_of_ones(gates: list[float], shared: float) -> float:
-    """What is added up of experts that all make 1, of a row that goes to all of them, with such gates."""
+    """Return the sum over experts with outputs of 1 for a row that goes to all of them with these gates."""
     count = len(gates)
     spec, zeros = ExpertsSpec(count, count, 16, bias=True), torch.zeros(count, 32, 16, dtype=torch.float16)
     biases = torch.zeros(count, 32, dtype=torch.float16), torch.ones(count, 16, dtype=torch.float16)
@@ -156,7 +156,7 @@ def made_of_ones(gates: list[float], shared: float) -> float:
 
 
 def test_experts_are_added_by_ascending_id_and_the_shared_one_at_last() -> None:
-    """In float32, where 2**24 + 1 is 2**24."""
+    """In float32, 2**24 + 1 is 2**24."""
     assert made_of_ones([2.0**24, 1.0, -(2.0**24)], 0.0) == 0.0
     assert made_of_ones([1.0, 2.0**24, -(2.0**24)], 0.0) == 0.0
     assert made_of_ones([2.0**24, -(2.0**24), 1.0], 0.0) == 1.0
@@ -166,7 +166,7 @@ def test_experts_are_added_by_ascending_id_and_the_shared_one_at_last() -> None:
 @pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("count", [1, 16, 17, 100])
 def test_lists_have_every_pair_once_in_order(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where pairs, and the tiles of an expert, are more than are listed at a time."""
+    """This includes more pairs, and more tiles of an expert, than are listed at a time."""
     monkeypatch.setattr(experts, "_LISTED", 4)
     chosen = inputs(SPEC, count, torch.bfloat16, hidden=1)[3]
     lists = experts._list(chosen, SPEC.num_experts, width)
@@ -185,7 +185,7 @@ def test_lists_have_every_pair_once_in_order(count: int, width: int, monkeypatch
 @pytest.mark.parametrize("width", [1, 3, 16])
 @pytest.mark.parametrize("num_experts", [1, 4, 7])
 def test_no_more_tiles_are_needed_than_there_is_room_for(num_experts: int, width: int) -> None:
-    """And as many where all experts but one have a single pair."""
+    """The limit is reached if all experts but one have a single pair."""
     for pairs in range(1, 40):
         begun = min(pairs, num_experts)
         fullest = [pairs - begun + 1] + [1] * (begun - 1)
@@ -217,7 +217,7 @@ def test_route(count: int, top_k: int, normed: bool, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_gates_of_experts_that_are_chosen(normed: bool) -> None:
-    """By someone else, by whatever he found best."""
+    """The experts are chosen by the caller and need not be the best."""
     spec, logits = ExpertsSpec(40, 3, 16, normed=normed), randn(4, 40, dtype=torch.bfloat16)
     chosen = torch.tensor([[0, 1, 2], [37, 38, 39], [3, 20, 31], [0, 32, 39]], dtype=torch.int32)
     found, gates = experts.route(logits, spec, chosen)
@@ -244,7 +244,7 @@ def test_equal_scores_choose_the_lower_id() -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_what_is_no_number_reaches_the_gates_of_its_row_alone(normed: bool) -> None:
+def test_nan_reaches_only_the_gates_of_its_row(normed: bool) -> None:
     spec, logits = ExpertsSpec(7, 3, 16, normed=normed), randn(5, 7, dtype=torch.bfloat16)
     logits[1, 4], logits[2, :], logits[3, 0] = torch.nan, torch.nan, -torch.tensor(torch.nan)
     chosen, gates = experts.route(logits, spec)

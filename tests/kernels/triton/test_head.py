@@ -26,7 +26,7 @@ ROWS = 5
 
 
 def some_seeds(rows: int) -> Tensor:
-    """Seeds of both signs, in both halves of their 64 bits."""
+    """Return seeds of both signs, in both halves of their 64 bits."""
     return torch.arange(rows) * 2**61 - 77
 
 
@@ -35,7 +35,7 @@ def some_positions(rows: int) -> Tensor:
 
 
 def head_of(vocab_size: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Hidden states [rows, HIDDEN] and a weight [vocab_size, HIDDEN]."""
+    """Return hidden states [rows, HIDDEN] and a weight [vocab_size, HIDDEN]."""
     return randn(rows, HIDDEN, dtype=dtype), randn(vocab_size, HIDDEN, dtype=dtype, seed=1)
 
 
@@ -49,7 +49,7 @@ def wanted(targets: Sequence[int]) -> Wanted:
 
 @pytest.fixture
 def quick_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits by torch, each row by itself: the interpreter would take most of a test's time for them."""
+    """Compute logits with torch, row by row: the interpreter would spend most of a test's time on them."""
     monkeypatch.setattr(head, "lm_head", lambda x, weight: torch.stack([weight.float() @ row.float() for row in x]))
 
 
@@ -82,7 +82,7 @@ def test_words_are_those_of_the_reference() -> None:
 
 
 def uniforms(words: Tensor) -> Tensor:
-    """The uniform numbers of random words, float64, rounded to float32 on the way as they are defined."""
+    """Return the uniform numbers of random words, float64, rounded to float32 on the way as defined."""
     return ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24).double()
 
 
@@ -93,8 +93,8 @@ def test_noise_against_float64() -> None:
     noise = torch.empty(len(words))
     launch(_noise, (len(words) // 1024,), words, noise, warps=4, COUNT=1024)
     expected = -torch.log(-torch.log1p(-uniforms(words)))
-    assert expected.min() < -2.8 and expected.max() > 22.8, "both ends are among them"
-    # The inner logarithm is wrong by a share of itself, and so the outer one by that much.
+    assert expected.min() < -2.8 and expected.max() > 22.8, "both ends occur"
+    # The inner logarithm has a relative error, so the outer one has that absolute error.
     assert ((noise.double() - expected).abs() <= 4 * 2.0**-24 * expected.abs().clamp(min=1)).all()
 
 
@@ -139,7 +139,7 @@ def logits_with_a_broken_row(vocab_size: int) -> Tensor:
 
 
 def row_op(name: str, vocab_size: int) -> RowOp:
-    """An op of rows and its inputs, of which row 2 is NaN."""
+    """Return a row op and its inputs. Row 2 is NaN."""
     logits, i = logits_with_a_broken_row(vocab_size), torch.arange(ROWS)
     if name == "log_probs":
         return lambda *x: [log_probs(*x)], (logits, i * 769 % vocab_size)
@@ -214,7 +214,7 @@ def test_no_rows() -> None:
 
 
 def test_equal_logits_go_to_the_lowest_id() -> None:
-    """Ids of one thread, of several threads and of several sections."""
+    """The ids are in one thread, in several threads and in several sections."""
     groups = [[3, 4, 600, 4499], [15, 16], [SECTION - 1, SECTION], [SECTION + 1, SECTION + 2], [40, 3000]]
     weight = randn(4500, HIDDEN, dtype=torch.bfloat16, seed=1)
     hidden = weight[[group[0] for group in groups]]
@@ -228,7 +228,7 @@ def test_equal_logits_go_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("vocab_size,place", [(1, 0), (17, 16), (4500, 0), (4500, SECTION), (4500, 4499)])
-def test_a_broken_row_says_so(vocab_size: int, place: int, value: float, quick_lm_head: None) -> None:
+def test_a_broken_row_is_reported(vocab_size: int, place: int, value: float, quick_lm_head: None) -> None:
     logits = randn(4, vocab_size)
     logits[:, place] = value
     assert log_probs(logits, torch.tensor([place, 0, vocab_size // 2, vocab_size - 1])).isnan().all()
@@ -248,7 +248,7 @@ def test_a_row_without_any_token() -> None:
 
 
 def test_tokens_without_probability() -> None:
-    """Whole sections of -inf change no bit of the others, and a token of them has no probability."""
+    """Whole sections of -inf do not change a bit of the others. A token in them has no probability."""
     logits = torch.full((2, 3 * SECTION), -torch.inf)
     logits[:, SECTION : SECTION + 40] = randn(1, 40)
     few = logits[:, : 2 * SECTION].contiguous()
@@ -258,7 +258,7 @@ def test_tokens_without_probability() -> None:
 
 
 def test_next_tokens_says_which_logits_are_not_finite() -> None:
-    """A token of logit -inf, and logits whose quotients by the temperature exceed float32."""
+    """A token of logit -inf, and logits that exceed float32 when divided by the temperature."""
     hidden, weight = head_of(17, torch.bfloat16)
     hidden[:, 0], weight[5, 0] = 1.0, -torch.inf
     hidden[4] *= 2.0**100
@@ -272,7 +272,7 @@ def test_next_tokens_says_which_logits_are_not_finite() -> None:
 
 
 def kept_in_float64(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [M, V]: what stays. Filters float64 [M]; best first, ties to the lower id."""
+    """Return what stays, bool [M, V]. Filters are float64 [M]; best first, ties to the lower id."""
     ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1])
     in_top_k = (ranks < top_k[:, None]) | (top_k[:, None] < 0)
@@ -284,7 +284,7 @@ def kept_in_float64(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
 
 
 def rows_to_filter(rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits of which every second row is full of ties, and filters of every kind: float32, top_k int64."""
+    """Return logits with ties in every second row, and filters of every kind: float32, top_k int64."""
     i = torch.arange(rows)
     logits = randn(rows, vocab_size, seed=vocab_size) * 3
     logits[::2] = (logits[::2] * 2).round() / 2
@@ -300,7 +300,7 @@ def rows_to_filter(rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 1001, 9000])
 def test_filters_against_float64(vocab_size: int) -> None:
-    """Where a filter passes within 1e-5 of a token's probability, rounding decides; the other rows are compared."""
+    """Rows in which a filter passes within 1e-5 of a token's probability are not compared: rounding decides there."""
     logits, top_k, top_p, min_p = rows_to_filter(60, vocab_size)
     loose, strict = (
         kept_in_float64(logits, top_k, torch.where(top_p < 1, top_p.double() * f, 1.0), min_p.double() / f)
@@ -314,9 +314,10 @@ def test_filters_against_float64(vocab_size: int) -> None:
 
 
 def test_edges_of_the_filters() -> None:
-    """Sums that float32 holds exactly: top_p drops what lies behind exactly that much, min_p keeps what has exactly it.
+    """With sums that float32 holds exactly, top_p drops tokens after exactly its sum, and min_p keeps tokens of exactly
+    its probability.
 
-    The logits are equal, and those of every second row end with -inf, whose probability is 0.
+    The logits are equal. Those of every second row end with -inf, with probability 0.
     """
     logits = torch.zeros(6, 4096)
     logits[1::2, 1024:] = -torch.inf
@@ -348,7 +349,7 @@ def test_filters_that_are_off_drop_nothing() -> None:
 
 
 def launches(rows: int) -> set[object]:
-    """What the ops launch for so many rows of logits that have no data: to ask for a value is an error."""
+    """Return the launches of the ops for this many rows of logits without data: reading a value is an error."""
     empty = partial(torch.empty, device="meta")
     logits, ids, numbers = empty(rows, 1001), empty(rows, dtype=torch.int64), empty(rows)
     hidden, weight = empty(rows, HIDDEN), empty(1001, HIDDEN)

@@ -1,4 +1,4 @@
-"""The mended interpreter computes what a GPU does: conversions against torch, products against float64."""
+"""The patched interpreter computes the same as a GPU: conversions against torch, products against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor, tile: tuple[int, int]) -> Tensor:
-    """c + a @ b, computed in tiles of this shape."""
+    """Return c + a @ b, computed in tiles of this shape."""
     (rows, k), columns, c = a.shape, b.shape[1], c.clone()
     sizes: dict[str, Any] = dict(M=tile[0], N=tile[1], K=k)
     dot_kernel[rows // tile[0], columns // tile[1]](a, b, c, rows, columns, **sizes)
@@ -49,7 +49,7 @@ def all_16_bits(dtype: torch.dtype) -> Tensor:
 
 
 def float32_of_every_kind() -> Tensor:
-    """Random bits, and what lies at, beside and halfway between the values of a 16-bit dtype."""
+    """Return random bits, and values at, beside and halfway between those of a 16-bit dtype."""
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     near = [
         all_16_bits(dtype).float().view(torch.int32) + offset
@@ -75,7 +75,7 @@ def test_widening_is_exact(dtype: torch.dtype) -> None:
 def test_narrowing_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     x = float32_of_every_kind()
     expected, found = x.to(dtype), convert(x, dtype)
-    assert (expected.float() != x).sum() > len(x) // 2, "most values have to be rounded"
+    assert (expected.float() != x).sum() > len(x) // 2, "most values are rounded"
     assert torch.equal(found.isnan(), x.isnan())
     assert same_bits(found[~x.isnan()], expected[~x.isnan()])
 
@@ -103,12 +103,12 @@ def test_a_product_is_right_and_does_not_depend_on_its_tile(dtype: torch.dtype) 
         assert same_bits(dot(a, b, c, tile), found), tile
 
 
-def test_a_product_passes_on_what_is_no_number() -> None:
-    """Only to the rows and columns that hold it, as a matrix instruction does."""
+def test_a_product_propagates_nan_and_infinity() -> None:
+    """They reach only the rows and columns that hold them, as with a matrix instruction."""
     a, b, c = randn(16, 32), randn(32, 16, seed=1), torch.zeros(16, 16)
     a[3, 5], b[7, 2], b[8, 4], a[1, 8] = torch.nan, torch.inf, torch.inf, 0.0
     found = dot(a.bfloat16(), b.bfloat16(), c, (16, 16))
     expected = torch.full((16, 16), False)
     expected[3], expected[:, 2], expected[:, 4] = True, True, True
     assert torch.equal(~found.isfinite(), expected)
-    assert found[3].isnan().all() and found[1, 4].isnan(), "0 times infinity is no number"
+    assert found[3].isnan().all() and found[1, 4].isnan(), "0 times infinity is NaN"

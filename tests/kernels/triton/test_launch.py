@@ -1,4 +1,4 @@
-"""What every kernel is launched with, and what the compiler is told of its arguments."""
+"""How kernels are launched, and what the compiler is told about their arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_empty_grid_runs_nothing() -> None:
     assert not out.any()
 
 
-def test_a_tensor_that_lies_otherwise_is_refused_and_can_be_copied() -> None:
+def test_an_unaligned_or_strided_tensor_is_refused_and_can_be_copied() -> None:
     memory = torch.arange(9, dtype=torch.float32)
     assert memory.data_ptr() % 16 == 0
     out = torch.zeros(8)
@@ -73,7 +73,7 @@ def test_launches_that_compile_alike_are_equal() -> None:
 
 
 def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the compiler would treat 1 and multiples of 16 apart, and might lay tiles out another way."""
+    """Otherwise the compiler would treat 1 and multiples of 16 separately, and might choose other layouts."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     parameters = {p.name: p for p in exact_jit(scale).params}
     assert parameters["factor"].do_not_specialize and parameters["count"].do_not_specialize
@@ -116,7 +116,7 @@ def test_what_the_kernels_do_not_serve(
 def test_the_kernels_compute_products_that_lead_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spec = replace(decoder_spec(layer_spec(size=64)), pieces=4)
-    with pytest.raises(ConfigError, match="expect products that lead back in 1 piece, found 4; use the backend ref"):
+    with pytest.raises(ConfigError, match="in 1 piece, found 4; use the backend ref"):
         select_backend("triton", torch.device("cpu"), torch.bfloat16, spec)
     assert select_backend("auto", torch.device("cpu"), torch.bfloat16, spec).name == "reference"
 

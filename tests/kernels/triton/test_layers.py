@@ -1,5 +1,6 @@
-"""The layers of every family by the Triton kernels: the bits of their ops one by one, and near the reference's; with
-experts also the reference's routes.
+"""The layers of every family with the Triton kernels: the bits of their separate ops, and results near the reference's.
+
+With experts, the routes are also the reference's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HIDDEN = 34
 
 
 def make_step(*specs: LayerSpec) -> Step:
-    """For the end of a prompt and a decode."""
+    """Make a step with the end of a prompt and a decode."""
     served, mixer = Served(TRITON, torch.bfloat16), attention_of(specs[0])
     paged, chunks = (
         Paged(served, [13, 12], mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -48,7 +49,7 @@ def make_step(*specs: LayerSpec) -> Step:
 @pytest.mark.parametrize("name", FAMILY_LAYERS)
 @thinned(lambda name: name in ("gemma3", "qwen3_5"))
 def test_layers(name: str) -> None:
-    step = make_step(*FAMILY_LAYERS[name][-2:])  # which differ if any do
+    step = make_step(*FAMILY_LAYERS[name][-2:])  # if any layers differ, these do
     found, caches = step.run(TRITON.layers)
     expected, expected_caches = step.run(partial(step_by_step_layers, TRITON))
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
@@ -57,7 +58,7 @@ def test_layers(name: str) -> None:
 
 
 def with_experts(layer: Layer, spec: ExpertsSpec) -> Layer:
-    """The layer with experts in place of its MLP, which becomes the shared one if there is one."""
+    """Return the layer with experts in place of its MLP, which becomes the shared expert if the spec has one."""
     weights = weights_of(spec, HIDDEN, torch.bfloat16)
     if spec.shared_size:
         assert isinstance(layer.mlp, MlpWeights) and len(layer.mlp.gate.to_dense()) == spec.shared_size
@@ -86,5 +87,5 @@ def test_layers_with_experts(name: str) -> None:
     near, _ = step.run(partial(reference.layers, routes=near_routes))
     assert torch.equal(routes, near_routes) and len(routes.unique()) > mixture.top_k
     assert (found.float() - near.float()).norm() < 0.02 * near.float().norm()
-    assert not same_bits(found, dense.run(TRITON.layers)[0]), "premise: experts change it"
+    assert not same_bits(found, dense.run(TRITON.layers)[0]), "premise: experts change the result"
     assert same_bits(step.run(TRITON.layers)[0], found)

@@ -1,4 +1,4 @@
-"""What is compiled before the first step: for some numbers of rows, all that any number of rows needs."""
+"""Kernels compiled before the first step: some numbers of rows need all the forms that any number of rows needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 3072
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     hidden: int, inner: int, heads: int, kv_heads: int
 ) -> None:
-    """Those of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M, and of a small one that has a tile for 2945 to 3008 rows."""
+    """Models: Qwen2.5-7B, Qwen3-0.6B, SmolLM2-135M, and a small one that has a tile for 2945 to 3008 rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     down, gate, o = empty(hidden, inner), empty(inner, hidden), empty(hidden, heads)
     qkv = empty(heads, hidden), empty(kv_heads, hidden), empty(kv_heads, hidden)
@@ -57,7 +57,7 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles_of_experts(
     spec: ExpertsSpec, hidden: int, tiles: int
 ) -> None:
-    """On tensors without memory: nothing is read on the host. Where many rows are taken in parts, too."""
+    """The tensors have no memory, so nothing is read on the host. This includes rows that are processed in parts."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     count, inner = spec.num_experts, spec.intermediate_size
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)

@@ -25,22 +25,22 @@ from ..inputs import randn, same_bits
 TOKENS = 1 + max(tile.width for tile in TILES)
 FEATURES = 65
 PIECES = 2
-# Columns that are loaded without a mask, with one in the second piece, and one by one (the second piece is empty).
+# Columns that are loaded without a mask, with a mask in the second piece, and one by one (with an empty second piece).
 WHOLE, MASKED, ODD = (256, torch.bfloat16), (200, torch.float16), (121, torch.bfloat16)
 
 
 def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every K has pieces, as a long one has."""
+    """Cut every K into pieces, like a long one."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: PIECES)
 
 
 def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> None:
-    """All products by this tile, with a program for each piece or one for all."""
+    """Compute all products with this tile, with a program for each piece or one for all."""
     monkeypatch.setattr(products, "way_of", lambda tokens, factor: (tile, apart))
 
 
 def inputs(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, a weight, a bias and a residual."""
+    """Return x, a weight, a bias and a residual."""
     x, weight = randn(tokens, columns, dtype=dtype), randn(FEATURES, columns, dtype=dtype, seed=1)
     return x, weight, randn(FEATURES, dtype=dtype, seed=2), randn(tokens, FEATURES, dtype=dtype, seed=3)
 
@@ -75,7 +75,7 @@ def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_every_run(columns: int, tile: Tile, apart: bool) -> bool:
-    """Each tile with one number of columns, and one way."""
+    """Return whether a case runs every time: each tile with one number of columns, and one way."""
     kinds = [number for number, _ in (WHOLE, MASKED, ODD)]
     turn = [*TILES, NARROW_TILE].index(tile) % len(kinds)
     return columns == kinds[turn] and apart != (columns == ODD[0])
@@ -92,7 +92,7 @@ def test_linear_has_the_same_bits_from_every_tile(
     x, weight, bias, _ = inputs(TOKENS, columns, dtype)
     expected = linear_by_the_table(columns, dtype)
     use_tile(monkeypatch, tile, apart)
-    for tokens in (1, tile.width + 1):  # a part of a tile; one that is full, and a part
+    for tokens in (1, tile.width + 1):  # a part of a tile; one full tile and a part
         assert same_bits(products.linear(x[:tokens], weight, bias), expected[:tokens]), tokens
 
 
@@ -123,15 +123,13 @@ def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
     x, gate, up = gate_up_inputs(columns, dtype)
     expected = steps_of_gate_up(columns, dtype, activation)
     use_tile(monkeypatch, tile, apart)
-    for tokens in (1, tile.width + 1):  # a part of a tile; one that is full, and a part
+    for tokens in (1, tile.width + 1):  # a part of a tile; one full tile and a part
         assert same_bits(products.gate_up(x[:tokens], gate, up, activation), expected[:tokens]), tokens
 
 
 @both_dtypes
-def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adding a residual after rounding, and a bias before it, whether the pieces are apart or in registers."""
+def test_epilogues_have_the_bits_of_their_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias is added before rounding and a residual after it, with pieces apart or in registers."""
     cut_everything(monkeypatch)
     x, weight, bias, residual = inputs(40, 200, dtype)
     for tile, apart in ((TILES[0], True), (CUT_TILES[0], False)):
@@ -150,7 +148,7 @@ def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
 def test_parts_of_qkv_fold_to_the_products_one_by_one(
     apart: bool, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not the three weights have equally many pieces."""
+    """The three weights may have different numbers of pieces."""
     pieces = {70: 1, 65: 3, 33: 2}
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: pieces[rows])
     x = randn(tokens, 296, dtype=dtype)
@@ -159,7 +157,7 @@ def test_parts_of_qkv_fold_to_the_products_one_by_one(
     use_tile(monkeypatch, CUT_TILES[1], apart)
     parts = products.qkv_parts(x, (weights[0], weights[1], weights[2]))
     assert len(parts) == (3 if apart else 1), "premise"
-    assert same_bits(parts[1:, :, :70], torch.zeros(len(parts) - 1, tokens, 70)), "pieces that a weight has not"
+    assert same_bits(parts[1:, :, :70], torch.zeros(len(parts) - 1, tokens, 70)), "pieces that a weight lacks are 0"
     total = torch.zeros(parts.shape[1:])
     for part in parts:
         total += part
@@ -169,7 +167,7 @@ def test_parts_of_qkv_fold_to_the_products_one_by_one(
 
 
 @both_dtypes
-def test_rows_alone_and_in_company(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_everything(monkeypatch)
     x, weight, bias, _ = inputs(140, 121, dtype)
     x[[5, 131]] = torch.nan
@@ -185,7 +183,7 @@ def test_rows_alone_and_in_company(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 def test_a_product_of_minus_zero_is_plus_zero(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a part of +0.0 changes no bit."""
+    """So a part of +0.0 changes no bit."""
     cut_everything(monkeypatch)
     _, weight, _, _ = inputs(4, *WHOLE)
     use_tile(monkeypatch, CUT_TILES[0], apart)
@@ -222,18 +220,18 @@ def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> No
 
 
 def weights_of(*shapes: tuple[int, int]) -> products.Factor:
-    """Weights without memory."""
+    """Return weights without memory."""
     weights = tuple(torch.empty(shape, device="meta") for shape in shapes)
     return products.factor_of(weights, (None,) * len(weights))
 
 
 @pytest.mark.parametrize("weight", ["o", "down"])
 def test_weights_with_few_rows_stay_cut_in_four(weight: str) -> None:
-    """Those of Qwen2.5-7B: other pieces are other bits."""
+    """The weights are those of Qwen2.5-7B. Other pieces would give other bits."""
     assert weights_of(LAYER[weight][0]).pieces == (4,)
 
 
-# Of Qwen2.5-7B.
+# Measured with Qwen2.5-7B.
 H100_TILES = Path(__file__).with_name("h100_tiles.json")
 LAYER = {
     "qkv": ((3584, 3584), (512, 3584), (512, 3584)),
@@ -241,13 +239,13 @@ LAYER = {
     "gate_up": ((18944, 3584), (18944, 3584)),
     "down": ((3584, 18944),),
 }
-# On both sides of every change of tile up to twice the largest, and where a prompt is.
+# On both sides of every change of tile up to twice the largest, and at the sizes of prompts.
 COUNTS = (1, 16, 17, 64, 65, 97, 128, 129, 145, 193, 256, 257, 289, 321, 512, 513, 1024, 1025, 2048)
 
 
 @pytest.mark.parametrize("weight", LAYER)
 def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
-    """So that no program reads a weight that another one reads. Pieces have programs of their own up to 96."""
+    """So no two programs read the same part of a weight. Up to 96 tokens, pieces have their own programs."""
     factor = weights_of(*LAYER[weight])
     for tokens in (count for count in COUNTS if count <= 128):
         tile, apart = products.way_of(tokens, factor)
@@ -256,8 +254,8 @@ def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
 
 
 def test_the_tiles_that_are_chosen_are_fast_on_an_h100() -> None:
-    """By times in microseconds that were measured there, of q, k and v side by side, and of each other weight: on
-    average at most 1.5% longer than the fastest tile.
+    """Times in microseconds were measured on an H100, for q, k and v side by side and for each other weight. On
+    average, the chosen tile takes at most 1.5% longer than the fastest.
     """
     times: dict[tuple[str, int], dict[products.Way, float]] = {}
     for weight, tokens, tile, apart, microseconds in json.loads(H100_TILES.read_text()):
@@ -272,14 +270,14 @@ def test_the_tiles_that_are_chosen_are_fast_on_an_h100() -> None:
 
 @pytest.mark.parametrize("shape", [(1001, 480), (1001, 3584)])
 def test_results_that_are_stored_one_by_one_have_small_tiles(shape: tuple[int, int]) -> None:
-    """Their addresses take the registers that large tiles need: those spill."""
+    """The addresses take the registers that large tiles need, which would spill."""
     for tokens in COUNTS:
         assert products.way_of(tokens, weights_of(shape))[0] in CUT_TILES, tokens
 
 
 @cache
 def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
-    """x, a weight whose K has four pieces, and the product by the smallest tile."""
+    """Return x, a weight with four pieces of K, and the product with the smallest tile."""
     x, weight = randn(1025, 512, dtype=torch.bfloat16), randn(33, 512, dtype=torch.bfloat16, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "k_splits", lambda rows, columns: 4)
@@ -292,7 +290,7 @@ def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
     tokens: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the tiles that a layer of Qwen2.5-7B has there, and by programs for one or for all pieces, as there."""
+    """Tiles, and programs per piece, are those of a layer of Qwen2.5-7B with this many tokens."""
     x, small, expected = rows_by_one_tile()
     way = products.way_of(tokens, weights_of(*LAYER[weight]))
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 4)
@@ -301,7 +299,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 
 def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard of some rows, which alone would be cut into more pieces."""
+    """The shard has some rows of the weight. Alone, it would be cut into more pieces."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)
@@ -309,7 +307,7 @@ def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.Monke
     whole = products.linear(x, weight, bias)
     added, logits = products.project_back(x, weight, residual), products.lm_head(x, weight)
     both, parts = products.gate_up(x, weight, up, "silu"), products.qkv_parts(x, (weight, up, up))
-    assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone its bits are others"
+    assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone it has other bits"
     for part in (slice(0, 32), slice(32, FEATURES)):
         shard, shard_up = weight[part].contiguous(), up[part].contiguous()
         assert same_bits(products.linear(x, shard, bias[part], **full), whole[:, part])

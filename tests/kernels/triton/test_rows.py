@@ -1,4 +1,6 @@
-"""The Triton kernels of rows: against float64, the contract bit by bit, and the epilogue of q, k and v by its steps."""
+"""The Triton kernels of rows: against float64, the contract to the bit, and the epilogue of q, k and v against its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_rmsnorm(size: int, dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize("size", [1, 80, 577])
 def test_zero_centered_rmsnorm(size: int, dtype: torch.dtype) -> None:
-    """Rounded once, also where 1 + weight is 0."""
+    """The result is rounded once, also where 1 + weight is 0."""
     x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
     weight[-1] = -1
     expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + NORM.eps).sqrt() * (1 + weight.double())
@@ -71,7 +73,7 @@ def test_gate_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(rows.gate_mul(gate, up, "clamped_silu"), expected, 1, 8, size)
 
 
-def test_what_is_clamped_stays_no_number() -> None:
+def test_clamping_keeps_nan() -> None:
     numbers, nan = torch.tensor([1.0, 90.0, -90.0]), torch.full((3,), torch.nan)
     for gate, up in ((nan, numbers), (numbers, nan)):
         assert rows.gate_mul(gate.bfloat16(), up.bfloat16(), "clamped_silu").isnan().all()
@@ -88,7 +90,9 @@ def test_rope(size: int, dtype: torch.dtype) -> None:
 
 
 def epilogue_inputs(heads: int, kv_heads: int, size: int, pieces: int) -> tuple[Tensor, ...]:
-    """Parts, cosines, sines and slots of ROWS rows. The third part nearly cancels the second; slots share no block."""
+    """Return parts, cosines, sines and slots of ROWS rows. The third part nearly cancels the second; slots share no
+    block.
+    """
     parts = randn(pieces, ROWS, (heads + 2 * kv_heads) * size)
     parts[1:2] *= 2**12
     parts[2:] -= parts[1:2]
@@ -105,7 +109,7 @@ def make_norms(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What `linear` makes of parts [P, M, N]."""
+    """Finish parts [P, M, N] as `linear` does."""
     total = torch.zeros_like(parts[0])
     for part in parts:
         total = total + part
@@ -157,7 +161,7 @@ def test_write_kv_stores_finite_values_as_they_are() -> None:
 
 @both_dtypes
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_the_cache_shows_what_is_not_finite_by_k_alone(value: float, dtype: torch.dtype) -> None:
+def test_the_cache_marks_non_finite_values_only_in_k(value: float, dtype: torch.dtype) -> None:
     k, v = (randn(ROWS, 3, 80, dtype=dtype, seed=seed) for seed in (1, 2))
     k[1, 2, 79] = k[2, 0, 3] = v[2, 0, 40] = v[3, 1, 0] = v[3, 1, 79] = value
     k_cache, v_cache = (x[:, 0] for x in empty_caches(ROWS, 1, 3, 80, dtype))
@@ -169,8 +173,8 @@ def test_the_cache_shows_what_is_not_finite_by_k_alone(value: float, dtype: torc
     assert same_bits(k_cache.nan_to_num(), expected_k.nan_to_num()) and same_bits(v_cache, expected_v)
 
 
-def test_the_epilogue_shows_what_rounds_to_infinity() -> None:
-    """1e5 is finite in float32 and not in float16."""
+def test_the_epilogue_marks_values_that_round_to_infinity() -> None:
+    """1e5 is finite in float32 but not in float16."""
     heads, kv_heads, size = 1, 2, 16
     for head, v_is_zero in ((1, False), (3, True)):
         parts, cosines, sines, slots = epilogue_inputs(heads, kv_heads, size, 1)
@@ -183,7 +187,7 @@ def test_the_epilogue_shows_what_rounds_to_infinity() -> None:
 
 
 def some_ops(dtype: torch.dtype) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]]:
-    """For each op a function of rows, one result or several for each row, and ROWS rows."""
+    """Return for each op a function of ROWS rows, which returns one or several results for each row, and the rows."""
     weight, biases, norms = randn(577, dtype=dtype, seed=1), make_biases(2, 1, 80, dtype), make_norms(80, dtype)
     parts, *others = epilogue_inputs(2, 1, 80, 2)
 

@@ -1,6 +1,6 @@
-"""What tests/gpu compares with a model of tensor cores, here with an interpreter that computes as that model does.
+"""The comparisons of tests/gpu with a model of tensor cores, here with an interpreter that computes as that model does.
 
-So the kernels' pieces of K, and the order in which they are added, are those of the model.
+They show that the kernels' pieces of K, and the order in which they are added, are those of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = (256, 200, 121)  # whole steps of a tile, tails, elements loaded one b
 
 
 def compute_with(core: TensorCore, monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> None:
-    """Matrix instructions of the interpreter are those of this tensor core, along K from its end if `backwards`."""
+    """Make the interpreter compute matrix instructions like this tensor core; along K from its end if `backwards`."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
         left, right = (torch.from_numpy(widen(x.data, x.dtype)).to(DTYPES[x.dtype.scalar]) for x in (a, b))
@@ -73,7 +73,7 @@ def test_kernels_keep_the_order_of_the_model(
 def test_experts_keep_the_order_of_the_model(
     spec: ExpertsSpec, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of the products with each expert alone, which is the model's by the test above."""
+    """Compare with the products of each expert alone, which the test above compares with the model."""
     compute_with(HOPPER, monkeypatch)
     cut(monkeypatch)
     asked = inputs_of_experts(spec, 17, dtype, hidden)
@@ -81,7 +81,7 @@ def test_experts_keep_the_order_of_the_model(
 
 
 @both_dtypes
-def test_what_a_gpu_is_asked_holds_here(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_checks_hold_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     compute_with(HOPPER, monkeypatch)
     for module in (moved, on_a_gpu):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
@@ -109,13 +109,13 @@ def test_another_order_another_cut_and_another_core_are_found(monkeypatch: pytes
     piece = piece_of(weight)
     compute_with(HOPPER, monkeypatch)
     for wrong in (64, 256):
-        with pytest.raises(AssertionError, match="none of .* would give what was found"):
+        with pytest.raises(AssertionError, match="none of .* would give the found bits"):
             check_product(HOPPER, products.lm_head(x, weight), x, weight, wrong)
     compute_with(TENSOR_CORES[8], monkeypatch)
-    with pytest.raises(AssertionError, match=r"TensorCore\(terms=8, fraction_bits=24\) would give what was found"):
+    with pytest.raises(AssertionError, match=r"TensorCore\(terms=8, fraction_bits=24\) would give the found bits"):
         check_product(HOPPER, products.lm_head(x, weight), x, weight, piece)
     compute_with(HOPPER, monkeypatch, backwards=True)
-    with pytest.raises(AssertionError, match="none of .* would give what was found"):
+    with pytest.raises(AssertionError, match="none of .* would give the found bits"):
         check_product(HOPPER, products.lm_head(x, weight), x, weight, piece)
 
 

@@ -475,8 +475,8 @@ def test_the_next_front_end_serves_after_one_that_was_killed(running: WorkerOnTh
     ("arguments", "said"),
     [
         (("ipc:///nowhere", "--host", "0.0.0.0"), "trueroll: host: expected a loopback IP"),
-        (("tcp://127.0.0.1:5",), "trueroll: tokenizer: expected one for a worker that may run elsewhere"),
-        (("ipc:///nowhere,tcp://127.0.0.1:5",), "trueroll: tokenizer: expected one for a worker that may run"),
+        (("tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at tcp://127.0.0.1:5 may run on another"),
+        (("ipc:///nowhere,tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at "),
         (("ipc:///nowhere", "--port", "70000"), "trueroll: port: input should be less than or equal to 65535"),
     ],
 )

@@ -1,4 +1,4 @@
-"""verl's settings in trueroll's words. Nothing here needs verl, whose own sections these stand for."""
+"""Translation of verl's settings. Stand-ins replace verl's configuration sections, so verl is not needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_defaults_of_verl_are_settings_of_a_worker() -> None:
     assert (config.max_model_len, config.kv_memory_fraction, config.cuda_graphs) == (1024, 0.5, True)
 
 
-def test_what_is_meant_for_trueroll_overrides_the_rest() -> None:
+def test_settings_for_trueroll_override_the_others() -> None:
     of_trueroll = {"num_blocks": 8, "max_num_seqs": 4, "num_workers": 2}
     settings = worker_settings(section(engine_kwargs={"trueroll": of_trueroll}), "cpu")
     assert settings.pop("num_workers") == 2
@@ -55,8 +55,8 @@ def test_what_is_meant_for_trueroll_overrides_the_rest() -> None:
 
 
 @pytest.mark.parametrize(("number", "device"), [(0, "cpu"), (True, "cpu"), ("2", "cpu"), (2, "cuda")])
-def test_workers_that_a_replica_cannot_have_are_refused(number: Any, device: str) -> None:
-    with pytest.raises(ConfigError, match="num_workers: expected an integer from 1 on, and 1 where"):
+def test_an_invalid_number_of_workers_is_refused(number: Any, device: str) -> None:
+    with pytest.raises(ConfigError, match="num_workers: .* is not valid on .*; set it to an integer of at least 1"):
         worker_settings(section(engine_kwargs={"trueroll": {"num_workers": number}}), device)
 
 
@@ -64,8 +64,8 @@ def test_workers_that_a_replica_cannot_have_are_refused(number: Any, device: str
     ("name", "value"),
     [("tensor_model_parallel_size", 2), ("quantization", "fp8"), ("logprobs_mode", "raw_logits")],
 )
-def test_what_a_worker_does_not_have_is_refused_by_its_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.{name}: expected"):
+def test_unsupported_settings_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.{name}: '?{value}'? is not supported"):
         check_rollout(section(**{name: value}))
 
 

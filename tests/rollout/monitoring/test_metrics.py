@@ -1,4 +1,4 @@
-"""What `/metrics` and `/healthz` tell, over real HTTP, and that docs and dashboard speak of what is exported."""
+"""The content of `/metrics` and `/healthz` over real HTTP. Docs and dashboard agree with the exported metrics."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ PUSH = protocol.PushProgress(
 
 
 class FakeSource:
-    """A worker in the middle of a push, with every number another one. Tests replace what they are about."""
+    """A worker in the middle of a push. All its numbers are different. Tests replace the values that they check."""
 
     def __init__(self) -> None:
         self.state: protocol.State = "ready"
@@ -125,7 +125,7 @@ def source() -> FakeSource:
 
 @pytest.fixture
 def port(source: FakeSource) -> Iterator[int]:
-    """Where the metrics of `source` are served."""
+    """The port that serves the metrics of `source`."""
     server = MetricsServer(0, source, SourceMetrics(source))
     yield server.port
     server.close()
@@ -142,7 +142,7 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Sample, as Prometheus writes it, to value: `name` or `name{label="value",...}`."""
+    """Return values by sample, written like Prometheus does: `name` or `name{label="value",...}`."""
     response, text = ask(port, "/metrics")
     assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=")
     return {
@@ -214,7 +214,7 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
     assert {name: told[name] for name in expected} == expected
 
 
-def test_sleep_and_its_end_show(source: FakeSource, port: int) -> None:
+def test_metrics_show_sleep_and_wake_up(source: FakeSource, port: int) -> None:
     source.state, source.sleeping, source.push = "asleep", ("kv_cache",), None
     told = scrape(port)
     assert told['trueroll_asleep{tag="kv_cache"}'] == 1 and told['trueroll_asleep{tag="weights"}'] == 0
@@ -223,7 +223,7 @@ def test_sleep_and_its_end_show(source: FakeSource, port: int) -> None:
     assert scrape(port)['trueroll_asleep{tag="kv_cache"}'] == 0
 
 
-def test_what_is_not_known_while_loading_is_left_out(source: FakeSource, port: int) -> None:
+def test_unknown_values_are_left_out_while_loading(source: FakeSource, port: int) -> None:
     loaded = scrape(port)
     source.is_loading, source.state = True, "loading"
     told = scrape(port)
@@ -263,12 +263,12 @@ def test_a_reader_of_a_histogram_never_sees_half_an_observation() -> None:
     reader.start()
     while reader.is_alive():
         histogram.observe(1.0)
-    assert len({durations.total for durations in seen}) == 5, "it was read while it was written"
+    assert len({durations.total for durations in seen}) == 5, "the histogram was read while it was written"
     assert all(sum(durations.counts) == durations.total for durations in seen)
 
 
 def test_every_counter_of_engine_and_service_is_exported(source: FakeSource, port: int) -> None:
-    """Each counter, grown by one, changes what is told. Steps are the count of `trueroll_step_seconds`."""
+    """Each counter, increased by one, changes the page. Steps are the count of `trueroll_step_seconds`."""
     assert ENGINE.keys() == {field.name for field in dataclasses.fields(EngineStats)}
     before = scrape(port)
     gauges = {"num_running", "num_waiting", "pools"}
@@ -317,17 +317,17 @@ def test_prometheus_gets_the_format_it_prefers(port: int) -> None:
     assert response.headers["Content-Type"].startswith("application/openmetrics-text") and text.endswith("# EOF\n")
 
 
-def test_only_this_machine_is_listened_to(port: int) -> None:
+def test_the_server_listens_on_loopback_only(port: int) -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.2", port))  # would be in use if the server listened on every address
+        other.bind(("127.0.0.2", port))  # fails if the server listens on every address
 
 
 def test_a_port_in_use_is_refused_with_advice(port: int, source: FakeSource) -> None:
-    with pytest.raises(ConfigError, match=rf"metrics_port: cannot listen on 127.0.0.1:{port} .*a port of its own"):
+    with pytest.raises(ConfigError, match=rf"metrics_port: cannot listen on 127.0.0.1:{port} .*its own port"):
         MetricsServer(port, source, SourceMetrics(source))
 
 
-def test_a_closed_server_leaves_its_port(source: FakeSource) -> None:
+def test_a_closed_server_frees_its_port(source: FakeSource) -> None:
     server = MetricsServer(0, source, SourceMetrics(source))
     assert ask(server.port, "/healthz")[0].status == 200
     server.close()
@@ -341,7 +341,7 @@ HALF, REST = b"GET /healthz HTTP/1.1\r\nConnection: keep-alive\r\n", b"\r\n"
 
 @contextmanager
 def connections(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """Clients that have not asked for anything yet."""
+    """Yield connected clients that have not sent a request yet."""
     with ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(count)]
 
@@ -361,14 +361,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def open_connections(port: int) -> int:
-    """How many descriptors this process holds for the server's side of connections to `port`."""
+    """Return the number of this process's descriptors for the server's side of connections to `port`."""
     found = psutil.Process().net_connections("tcp4")
     return sum(connection.laddr.port == port and bool(connection.raddr) for connection in found)
 
 
-def test_idle_connections_are_bounded_and_keep_no_scraper_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest makes room for a new one; the others stay, are answered once, and leave no descriptor."""
-    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # none is cut for its age
+def test_idle_connections_are_bounded_and_do_not_lock_out_scrapers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection replaces the oldest. The others stay, get one answer each, and leave no descriptor."""
+    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # none is closed for its age
     num_threads = threading.active_count()
     with connections(port, 3 * MAX_CONNECTIONS) as clients:
         assert ask(port, "/metrics")[0].status == 200
@@ -409,7 +409,7 @@ def test_a_client_that_does_not_read_is_cut(source: FakeSource, port: int, monke
     num_threads = threading.active_count()
     with connections(port, 1) as (client,):
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert client.recv(1, socket.MSG_PEEK), "it is being answered"
+        assert client.recv(1, socket.MSG_PEEK), "the answer has begun"
         now += REQUEST_SECONDS
         wait_until(lambda: open_connections(port) == 0 and threading.active_count() == num_threads)
         assert len(read_to_the_end(client)) < size
@@ -425,7 +425,7 @@ def test_a_closed_server_leaves_no_connection_and_no_thread(source: FakeSource) 
         assert open_connections(server.port) == 0 and threading.active_count() == num_threads
 
 
-def test_a_client_that_goes_away_is_no_warning(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_logs_no_warning(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
     num_threads = threading.active_count()
     server = MetricsServer(0, source, SourceMetrics(source))
     with (
@@ -461,7 +461,7 @@ def test_a_process_without_free_descriptors_does_not_spin(port: int, monkeypatch
     assert ask(port, "/healthz")[0].status == 200
 
 
-def test_a_source_that_breaks_down_ends_neither_server_nor_process(source: FakeSource, port: int) -> None:
+def test_a_failing_source_does_not_stop_the_server(source: FakeSource, port: int) -> None:
     source.state = "no such state"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(http.client.RemoteDisconnected):
         ask(port, "/healthz")
@@ -475,7 +475,7 @@ def test_a_metrics_port_out_of_range_is_refused(port: Any) -> None:
         WorkerConfig(metrics_port=port)
 
 
-def test_a_stuck_engine_keeps_no_scrape_waiting() -> None:
+def test_a_stuck_engine_does_not_delay_a_scrape() -> None:
     engine, port = FakeEngine(), free_port()
     with serving(engine, metrics_port=port) as running, RawClient(running.address) as client:
         client.generate("before")
@@ -489,13 +489,13 @@ def test_a_stuck_engine_keeps_no_scrape_waiting() -> None:
         assert told["trueroll_step_seconds_count"] > 0 and told['trueroll_state{state="ready"}'] == 1
         assert told["trueroll_weight_version"] == engine.weight_version
         assert ask(port, "/healthz")[0].status == 200
-        assert not client.socket.poll(0), "the request is stuck all the while"
+        assert not client.socket.poll(0), "the request is still stuck"
     with pytest.raises(ConnectionRefusedError):
         ask(port, "/healthz")
 
 
 def documented() -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """Metric to (type, label to values), from the table in docs/operations.md."""
+    """Return {metric: (type, {label: values})} from the table in docs/operations.md."""
     rows = re.findall(r"^\| `(trueroll_\w+)` \| (\w+) \|([^|]*)\|", (DOCS / "operations.md").read_text(), re.M)
     table = {name: (kind, _documented_labels(cell)) for name, kind, cell in rows}
     assert len(table) == len(rows), "no metric twice"
@@ -508,7 +508,7 @@ def _documented_labels(cell: str) -> dict[str, set[str]]:
 
 
 def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """The same, from what is exported; some labels may be any number."""
+    """Return {metric: (type, {label: values})} from the exported page. Values of `NUMBERED` labels are left out."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in text_string_to_metric_families(ask(port, "/metrics")[1]):
         labels: dict[str, set[str]] = {}
@@ -520,7 +520,7 @@ def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
     return found
 
 
-def test_the_manual_lists_what_is_exported(port: int) -> None:
+def test_the_manual_lists_all_exported_metrics(port: int) -> None:
     assert documented() == exported(port)
 
 
@@ -533,7 +533,7 @@ def queries() -> list[str]:
 
 
 def exported_by_a_fleet() -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """The metrics of its own, as `exported` has them."""
+    """Return a fleet's own metrics in the form of `exported`."""
     reports = {"worker-0": WorkerReport("serving", None, None, 1)}
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in FleetMetrics(lambda: reports).collect():
@@ -550,7 +550,7 @@ def test_the_page_on_fleets_names_their_own_metrics() -> None:
     assert found["trueroll_fleet_workers"][1] == {"standing": {"starting", "serving", "joining", "leaving"}}
 
 
-def test_the_dashboard_asks_only_for_what_is_exported(port: int) -> None:
+def test_the_dashboard_queries_only_exported_metrics(port: int) -> None:
     table = exported(port) | exported_by_a_fleet()
     assert len(queries()) > 15
     for query in queries():
@@ -588,5 +588,5 @@ def test_the_dashboard_can_be_imported() -> None:
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])
     ]
-    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24, "no panel lies on another"
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24, "no two panels overlap"
     assert all(panel["datasource"]["uid"] == f"${{{source['name']}}}" for panel in panels if "targets" in panel)

@@ -1,4 +1,4 @@
-"""The resident memory: what it is, how often it is read, and that neither descriptors nor errors keep it away."""
+"""Resident memory: its value, how often it is read, and robustness against missing descriptors and read errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trueroll.rollout.monitoring.resident import PERIOD_SECONDS, ResidentMemory
 
 
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that changes only when a test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,18 +40,18 @@ def memory(clock: Clock) -> Iterator[ResidentMemory]:
     memory.close()
 
 
-def test_it_is_the_resident_memory_in_bytes(memory: ResidentMemory, clock: Clock) -> None:
+def test_the_value_is_the_resident_memory_in_bytes(memory: ResidentMemory, clock: Clock) -> None:
     size = 64 << 20
     clock.now += PERIOD_SECONDS
     before = memory.num_bytes()
-    with mmap.mmap(-1, size) as fresh:  # not memory that this process has used before
+    with mmap.mmap(-1, size) as fresh:  # memory that this process has not used before
         fresh.write(bytes(size))
         clock.now += PERIOD_SECONDS
         assert memory.num_bytes() - before > size // 2
         assert memory.num_bytes() == pytest.approx(psutil.Process().memory_info().rss, abs=size // 2)
 
 
-def test_it_is_read_once_in_a_period_whoever_asks(
+def test_the_value_is_read_once_in_a_period_by_all_threads(
     memory: ResidentMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_reads = 0
@@ -93,10 +93,10 @@ def test_the_last_value_is_kept_while_reading_fails(
         assert memory.num_bytes() == last > 0 and failures
     monkeypatch.setattr(os, "pread", lambda *_: b"0 0 0")
     clock.now += PERIOD_SECONDS
-    assert memory.num_bytes() == 0, "it is read again"
+    assert memory.num_bytes() == 0, "it is read again after a failure"
 
 
-def test_a_closed_one_leaves_no_descriptor_and_touches_no_other(memory: ResidentMemory, clock: Clock) -> None:
+def test_close_closes_only_its_own_descriptor(memory: ResidentMemory, clock: Clock) -> None:
     file, last = memory._file, memory.num_bytes()
     assert file is not None and os.readlink(f"/proc/self/fd/{file}").endswith("/statm")
     memory.close()
@@ -114,7 +114,7 @@ def test_a_closed_one_leaves_no_descriptor_and_touches_no_other(memory: Resident
         os.close(writer)
 
 
-def test_a_process_without_free_descriptors_can_still_tell() -> None:
+def test_the_value_can_be_read_without_free_descriptors() -> None:
     code = """
 import resource
 from trueroll.rollout.monitoring import resident

@@ -1,4 +1,4 @@
-"""Keys for tests of roles: a worker's, and one client's for each name."""
+"""Keys for tests of roles: one pair for a worker, and one for each named client."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trueroll.rollout.network.keys import client_keys, use_curve
 
 @dataclass(frozen=True)
 class Certificates:
-    """`settings`: of a worker that knows all the clients, on a free port of loopback."""
+    """A folder of key files. `settings`: settings of a worker on a free loopback port that knows all clients."""
 
     folder: Path
     settings: dict[str, Any]
 
     def client(self, name: str) -> dict[str, Any]:
-        """The arguments that let a client in as `name`."""
+        """Return the arguments with which a client connects as `name`."""
         public, _ = zmq.auth.load_certificate(self.folder / "worker.key")
         return {"server_public_key": public.decode(), "client_key": str(self.folder / f"{name}.key_secret")}
 
     def raw(self, name: str, address: str | None, identity: bytes | None = None) -> zmq.Socket[bytes]:
-        """A connection of `name` that sends whatever it is given; without an address one that is to be connected."""
+        """Return a raw socket with the keys of `name`, connected if an address is given."""
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         if identity is not None:
@@ -39,7 +39,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, roles: dict[str, str]) -> Certificates:
-    """`roles`: of each client. There is a key of a `stranger` too, whom the worker does not know."""
+    """Create keys for a worker, for each client in `roles` (role by name), and for an unknown client `stranger`."""
     lines = []
     for name in ("worker", "stranger", *roles):
         public, secret = zmq.auth.create_certificates(folder, name)

@@ -1,4 +1,4 @@
-"""Who may ask for what, and that no client harms the others: keys, roles, users, connections, memory."""
+"""Access control, and isolation of clients from each other: keys, roles, users, connections, memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from .certificates import Certificates, make_certificates
 MIB = 2**20
 _READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 OPENING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31) + bytes([4, len(_READY)]) + _READY
-"""What a client without keys sends first (RFC 23 of ZMQ)."""
+"""The first bytes from a client without keys (RFC 23 of ZMQ)."""
 KEYS = ("server_public", "server_secret", "client_public", "client_secret")
 
 
@@ -84,7 +84,7 @@ def worker(engine: FakeEngine, certificates: Certificates) -> Iterator[WorkerOnT
 
 @pytest.fixture
 def enter(worker: WorkerOnThread, certificates: Certificates) -> Iterator[Callable[[str], RolloutClient]]:
-    """Clients of the worker by name."""
+    """A function that connects a client of the worker by name."""
     clients: list[RolloutClient] = []
 
     def enter(name: str) -> RolloutClient:
@@ -98,7 +98,7 @@ def enter(worker: WorkerOnThread, certificates: Certificates) -> Iterator[Callab
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """One that every user can reach and write to."""
+    """A folder that every user can reach and write to."""
     with tempfile.TemporaryDirectory(prefix="trueroll-test-") as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)
@@ -109,7 +109,10 @@ def port_of(address: str) -> int:
 
 
 def as_nobody(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Runs a script as a user without rights. Its imports come before, as that user may be unable to read Python."""
+    """Run a script as a user without rights.
+
+    The modules are imported before the switch of users, since that user may be unable to read Python's files.
+    """
     assert os.geteuid() == 0, "only root can start a process as another user: run this test as root"
     drop = f"import os, sys, msgpack, zmq; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     command = [sys.executable, "-c", drop + code, *arguments]
@@ -121,7 +124,7 @@ def as_nobody(code: str, *arguments: str) -> subprocess.Popen[str]:
 # Keys.
 
 
-def test_tcp_on_loopback_needs_no_typing_by_its_user_and_lets_nobody_else_in(engine: FakeEngine) -> None:
+def test_tcp_on_loopback_needs_no_setup_for_its_user_and_refuses_clients_without_keys(engine: FakeEngine) -> None:
     with serving(engine, address="tcp://127.0.0.1:*") as worker:
         with RolloutClient(worker.address) as client:
             check_group(client.generate([[1]], SamplingParams(n=2))[0], 2)
@@ -154,7 +157,7 @@ def test_another_user_of_the_machine_gets_no_answer(engine: FakeEngine, open_fol
                 assert told == "silence\n", complaints
 
 
-def test_a_worker_started_anew_has_the_same_keys_on_loopback(engine: FakeEngine) -> None:
+def test_a_restarted_worker_has_the_same_keys_on_loopback(engine: FakeEngine) -> None:
     with serving(engine, address="tcp://127.0.0.1:*") as worker:
         address = worker.address
         client = RolloutClient(address)
@@ -163,7 +166,9 @@ def test_a_worker_started_anew_has_the_same_keys_on_loopback(engine: FakeEngine)
         assert client.health().instance != instance
 
 
-def test_the_keys_of_loopback_are_for_their_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_key_file_that_is_not_private_and_valid_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     config = WorkerConfig(address="tcp://127.0.0.1:*")
     made: list[Any] = []
@@ -186,11 +191,11 @@ def test_the_keys_of_loopback_are_for_their_user_alone(tmp_path: Path, monkeypat
         lambda: (file.unlink(), tmp_path.joinpath("trueroll").chmod(0o777)),
     ):
         spoil()
-        with pytest.raises(ConfigError, match="keys for tcp addresses of this user alone"):
+        with pytest.raises(ConfigError, match="is not a private file with this user's keys"):
             RolloutClient("tcp://127.0.0.1:1")
 
 
-def test_the_keys_of_another_user_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     server_keys(WorkerConfig(address="tcp://127.0.0.1:*"))
     give_away(tmp_path / "trueroll", monkeypatch)
@@ -207,7 +212,7 @@ def test_abstract_sockets_are_refused() -> None:
 def test_an_ipc_socket_is_private_and_replaces_no_file(engine: FakeEngine, tmp_path: Path) -> None:
     path = tmp_path / "worker.sock"
     path.write_text("precious")
-    with pytest.raises(ConfigError, match="something else than a socket"):
+    with pytest.raises(ConfigError, match="exists and is not a socket"):
         Worker(WorkerConfig(address=f"ipc://{path}"), lambda: engine)
     assert path.read_text() == "precious"
     path.unlink()
@@ -219,7 +224,7 @@ def test_an_ipc_socket_is_private_and_replaces_no_file(engine: FakeEngine, tmp_p
         assert os.umask(before) == 0
 
 
-# Who answers.
+# The identity of the worker.
 
 
 def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
@@ -240,7 +245,7 @@ def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
         squatter.communicate()
 
 
-def test_a_client_tells_nothing_to_a_port_without_the_key() -> None:
+def test_a_client_sends_nothing_to_a_server_without_the_key() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as squatter:
         squatter.linger = 0
         port = squatter.bind_to_random_port("tcp://127.0.0.1")
@@ -253,7 +258,7 @@ def test_a_client_tells_nothing_to_a_port_without_the_key() -> None:
 # Roles.
 
 
-def test_a_key_that_the_worker_does_not_know_is_refused_at_once(enter: Callable[[str], RolloutClient]) -> None:
+def test_a_client_with_an_unknown_key_gets_an_error_at_once(enter: Callable[[str], RolloutClient]) -> None:
     with pytest.raises(ForbiddenError, match="does not know this client's key"):
         enter("stranger").health()
     check_group(enter("alice").generate([[1]], SamplingParams(n=2))[0], 2)
@@ -280,12 +285,12 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
 FREE_CALLS = {"generate", "score", "abort", "ack", "health", "stats"}
 
 
-def test_every_call_is_either_for_all_or_for_control() -> None:
+def test_every_call_is_listed_as_free_or_as_control() -> None:
     assert CONTROL_CALLS.keys() | FREE_CALLS == set(protocol.message_types(protocol.FromClient))
     assert not CONTROL_CALLS.keys() & FREE_CALLS
 
 
-def test_a_generating_client_controls_nothing(
+def test_the_role_generate_may_not_make_control_calls(
     worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
 ) -> None:
     answers: dict[str, dict[str, Any]] = {}
@@ -301,7 +306,7 @@ def test_a_generating_client_controls_nothing(
     assert answers["trainer"]["sleep"] == "status"
 
 
-def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
+def test_the_role_generate_may_make_all_free_calls(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
     alice = enter("alice")
     check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
     assert len(alice.score([[1, 2, 3]])[0].logprobs) == 2
@@ -310,7 +315,7 @@ def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], Roll
         alice.pause()
 
 
-def test_a_trainer_with_a_key_pushes_and_a_generating_client_does_not(
+def test_the_role_control_may_push_and_the_role_generate_may_not(
     worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
 ) -> None:
     tensors = {name: torch.ones(shape) for name, shape in engine.weights.shapes.items()}
@@ -341,7 +346,9 @@ def generate(dealer: zmq.Socket[bytes], id: str, **params: Any) -> None:
     ask(dealer, "generate", id=id, prompt_token_ids=tokens, params={"max_tokens": 4, "seed": 7, **params})
 
 
-def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine) -> None:
+def test_users_may_use_the_same_request_ids(
+    worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
+) -> None:
     engine.gate.clear()
     with certificates.raw("alice", worker.address) as alice, certificates.raw("bob", worker.address) as bob:
         ask(alice, "abort", id="1", request_id="b")
@@ -349,9 +356,9 @@ def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, 
         generate(alice, "a")
         ask(alice, "health", id="h")
         assert receive(alice)["type"] == "health"
-        ask(bob, "abort", id="1", request_id="a")  # of the same id as alice's, and other content
+        ask(bob, "abort", id="1", request_id="a")  # the same id as alice's request
         assert receive(bob)["code"] == "unknown_request"
-        generate(bob, "a", max_tokens=3)  # other content: it would be a conflict for one user
+        generate(bob, "a", max_tokens=3)  # other content: a conflict if it came from the same user
         ask(bob, "ack", ids=["a"])
         ask(bob, "abort", id="2", request_id="a", caller="nobody")
         ask(bob, "health", id="h")
@@ -365,13 +372,13 @@ def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, 
         ask(bob, "ack", ids=["a"])
         generate(bob, "a", max_tokens=3)
         assert receive(bob)["type"] == "sample" and receive(bob)["type"] == "done"
-        assert len(engine.requests) == 3, "bob's result was his to acknowledge"
+        assert len(engine.requests) == 3, "bob acknowledged only his own result"
         generate(alice, "a")
         assert receive(alice)["type"] == "sample" and receive(alice)["type"] == "done"
-    assert len(engine.requests) == 3, "alice's result was kept for her"
+    assert len(engine.requests) == 3, "alice's result was kept"
 
 
-def test_cached_prefixes_are_their_users(
+def test_users_share_no_cached_prefixes(
     enter: Callable[[str], RolloutClient], worker: WorkerOnThread, engine: FakeEngine
 ) -> None:
     guess = SamplingParams(cache_salt="user:alice")
@@ -392,15 +399,15 @@ def test_a_seed_does_not_depend_on_the_user(enter: Callable[[str], RolloutClient
     assert first.params.seed == second.params.seed
 
 
-def test_a_user_sets_no_identity(worker: WorkerOnThread, certificates: Certificates) -> None:
-    """Replies go to identities: one that is free again must not bring them to whoever takes it."""
+def test_a_named_client_may_not_set_its_own_identity(worker: WorkerOnThread, certificates: Certificates) -> None:
+    """Replies go to identities, so another connection must not be able to take over an identity."""
     with certificates.raw("alice", worker.address, identity=b"me") as alice:
         ask(alice, "health", id="a")
         reply = receive(alice)
         assert reply["code"] == "forbidden" and "set none" in reply["message"]
 
 
-def test_roles_leave_nothing_behind(engine: FakeEngine, certificates: Certificates) -> None:
+def test_a_worker_with_roles_leaks_no_thread_and_no_descriptor(engine: FakeEngine, certificates: Certificates) -> None:
     def counts() -> tuple[int, int]:
         gc.collect()
         return threading.active_count(), psutil.Process().num_fds()
@@ -417,21 +424,21 @@ def test_roles_leave_nothing_behind(engine: FakeEngine, certificates: Certificat
     assert counts() == before
 
 
-# The files of keys.
+# Key files.
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "at least one client"),
-        ("# only a comment\n", "at least one client"),
+        ("", "has no clients; add at least one"),
+        ("# only a comment\n", "has no clients"),
         ("admin alice KEY\n", "line 1: expected a role"),
         ("\ngenerate alice\n", "line 2: expected a role"),
         ("generate a/b KEY\n", "line 1: expected a role"),
         (f"generate {'a' * 65} KEY\n", "line 1: expected a role"),
         ("generate alice short\n", "40 Z85 characters"),
-        ("generate alice KEY\ncontrol bob KEY\n", "line 2: expected each key once"),
-        ("\udcff", "a text file"),
+        ("generate alice KEY\ncontrol bob KEY\n", "line 2: this key appears twice"),
+        ("\udcff", "is not a text file"),
     ],
 )
 def test_a_clients_file_is_checked(text: str, fault: str, tmp_path: Path) -> None:
@@ -451,13 +458,13 @@ def test_a_user_may_have_several_keys(tmp_path: Path) -> None:
         keys[1]: Client("ann.b@c-d_1", "generate"),
     }
     file.chmod(0o666)
-    with pytest.raises(ConfigError, match="others cannot write"):
+    with pytest.raises(ConfigError, match="only you can write"):
         read_clients(str(file))
     with pytest.raises(ConfigError, match="clients_file"):
         read_clients(str(tmp_path))
 
 
-def test_keys_come_in_pairs(certificates: Certificates) -> None:
+def test_keys_must_be_given_in_pairs(certificates: Certificates) -> None:
     for name in ("curve_secret_key_file", "clients_file"):
         settings = {key: value for key, value in certificates.settings.items() if key != name}
         with pytest.raises(ConfigError, match="together"):
@@ -467,7 +474,7 @@ def test_keys_come_in_pairs(certificates: Certificates) -> None:
         with pytest.raises(ConfigError, match="together"):
             RolloutClient("tcp://127.0.0.1:1", **arguments)
     Path(certificates.client("alice")["client_key"]).chmod(0o640)
-    with pytest.raises(ConfigError, match="client_key: .* nobody else can read.* chmod 600"):
+    with pytest.raises(ConfigError, match="client_key: .* only you can read.* chmod 600"):
         RolloutClient("tcp://127.0.0.1:1", **certificates.client("alice"))
 
 
@@ -488,7 +495,9 @@ def test_no_error_shows_a_secret_key(certificates: Certificates, cut: int) -> No
     given = certificates.client("alice")
     _, secret = zmq.auth.load_certificate(given["client_key"])
     assert secret is not None
-    with pytest.raises(ConfigError, match=f"^client_key: expected the 40 Z85.*found {80 - cut} characters") as caught:
+    with pytest.raises(
+        ConfigError, match=f"^client_key: expected the 40 Z85.* text of {80 - cut} characters"
+    ) as caught:
         client_keys("tcp://127.0.0.1:1", given["server_public_key"], (2 * secret.decode())[cut:])
     assert secret.decode()[-20:] not in str(caught.value)
 
@@ -500,7 +509,7 @@ def test_the_default_socket_needs_no_keys() -> None:
 # Connections.
 
 
-def test_silent_connections_neither_use_up_descriptors_nor_keep_others_out() -> None:
+def test_silent_connections_neither_use_up_descriptors_nor_lock_out_clients() -> None:
     with fake_process(address="tcp://127.0.0.1:*", max_connections=80) as worker:
         process = psutil.Process(worker.pid)
         with RolloutClient(worker.address) as before:
@@ -565,9 +574,7 @@ def test_a_worker_without_descriptors_goes_on() -> None:
             check_group(client.generate([[1]])[0], 1)
 
 
-def test_what_the_system_refuses_one_message_is_that_messages_error(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_error_fails_only_the_message_that_met_it(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(vitals: Vitals, id: str) -> protocol.Stats:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -584,8 +591,8 @@ def test_what_the_system_refuses_one_message_is_that_messages_error(
     assert not thread.is_alive()
 
 
-def test_a_number_that_became_another_files_is_left_alone() -> None:
-    """As of a connection that has ended before the gate could end it."""
+def test_the_gate_leaves_a_reused_descriptor_alone() -> None:
+    """The connection ended before the gate could close it, and another file may have got its descriptor."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         gate = Gate(router, 10, lambda identity: None)
         router.bind_to_random_port("tcp://127.0.0.1")
@@ -607,8 +614,8 @@ def test_a_number_that_became_another_files_is_left_alone() -> None:
 # Memory.
 
 
-def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() -> None:
-    """libzmq aborts the process for it where its queue of received messages was full."""
+def test_pings_in_a_flood_from_a_closed_connection_do_not_abort_the_worker() -> None:
+    """libzmq aborts the process in this case if its receive queue is full."""
     health = pack({"version": 1, "type": "health", "id": "a"})
     message, ping = bytes([0, len(health)]) + health, b"\x04\x07\x04PING\0\0"
     with fake_process() as worker, RolloutClient(worker.address) as client:
@@ -628,7 +635,7 @@ def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() ->
 
 
 def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
-    """Of its connection ZMQ tells nothing."""
+    """ZMQ gives no descriptor for its connection."""
     health = pack({"version": 1, "type": "health", "id": "a"})
     with serving(engine) as worker, socket.socket(socket.AF_UNIX) as raw:
         raw.connect(worker.address.removeprefix("ipc://"))
@@ -641,7 +648,7 @@ def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
 
 
 def test_a_message_without_an_end_is_cut_off() -> None:
-    """ZMQ bounds its parts, and neither their number nor their sum."""
+    """ZMQ limits the size of each part of a message, but neither their number nor their sum."""
     part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # more follow
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
@@ -652,8 +659,8 @@ def test_a_message_without_an_end_is_cut_off() -> None:
             raw.sendall(part * (MAX_AHEAD_BYTES // MIB // 2))
             gate.follow()
             gate.look()
-            raw.sendall(part)  # it may go on so far
-            raw.settimeout(0.01)  # a full window tells the sender of the end only minutes later, the end itself at once
+            raw.sendall(part)  # the connection is still open
+            raw.settimeout(0.01)  # recv notices the end at once; a sender with a full window notices it minutes later
             while not is_cut_off(raw):
                 with suppress(OSError):
                     raw.sendall(part)
@@ -670,7 +677,7 @@ def is_cut_off(raw: socket.socket) -> bool:
         return True
 
 
-def test_a_client_may_send_more_at_once_than_the_worker_lets_wait(engine: FakeEngine) -> None:
+def test_a_client_may_submit_more_at_once_than_its_window(engine: FakeEngine) -> None:
     prompts = [[1] * 1000] * 20
     with serving(engine, address="tcp://127.0.0.1:*") as worker, RolloutClient(worker.address) as client:
         with pytest.MonkeyPatch.context() as patch:
@@ -681,7 +688,7 @@ def test_a_client_may_send_more_at_once_than_the_worker_lets_wait(engine: FakeEn
     assert len(groups) == len(engine.requests) == 200
 
 
-def test_what_is_left_at_the_end_reaches_who_reads(engine: FakeEngine) -> None:
+def test_a_worker_that_shuts_down_delivers_queued_replies(engine: FakeEngine) -> None:
     engine.flow.clear()
     with serving(engine) as worker, RawClient(worker.address) as raw:
         for number in range(3000):
@@ -742,10 +749,10 @@ def test_queued_requests_are_limited_in_bytes(engine: FakeEngine) -> None:
         replies = [raw.receive() for _ in range(1 + 2 * (12 - len(errors)))]
         assert sum(reply["type"] == "done" for reply in replies) == 12 - len(errors)
         raw.generate("more", prompt=[1] * 100)
-        assert raw.receive_until("done", "error")[-1]["type"] == "done", "what has ended takes no room"
+        assert raw.receive_until("done", "error")[-1]["type"] == "done", "finished requests take no room"
 
 
-def test_who_waits_for_one_request_is_limited(engine: FakeEngine) -> None:
+def test_submissions_and_aborts_that_wait_for_one_request_are_limited(engine: FakeEngine) -> None:
     engine.gate.clear()
     with serving(engine, max_queued_requests=3) as worker, RawClient(worker.address) as raw:
         for _ in range(5):
@@ -755,7 +762,7 @@ def test_who_waits_for_one_request_is_limited(engine: FakeEngine) -> None:
         for number in range(5):
             raw.send("abort", id=str(number), request_id="a", index=None)
         codes = [raw.receive()["code"] for _ in range(2)]
-        assert codes == ["queue_full"] * 2, "aborts under way are limited too"
+        assert codes == ["queue_full"] * 2, "pending aborts are limited too"
         engine.gate.set()
         while raw.receive_until("done", "error", "aborted")[-1]["type"] != "aborted":
             pass
@@ -786,12 +793,12 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(engine: FakeEng
                     assert reply["id"] is None and "max_unread_bytes" in reply["message"]
                     assert reply["code"] == UnreadError.code
                     num_errors += 1
-                    raw.generate("b")  # the rest of what was sent before may have it dropped again
+                    raw.generate("b")  # the earlier messages may cause another drop
             assert num_errors > 0
     assert len(engine.requests) == 3
 
 
-def test_the_user_with_most_unread_is_dropped_however_many_connections_that_takes() -> None:
+def test_connections_of_the_user_with_most_unread_bytes_are_dropped() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.SNDHWM, 1)
@@ -814,7 +821,7 @@ def test_the_user_with_most_unread_is_dropped_however_many_connections_that_take
             reader.close(linger=0)
 
 
-def test_who_has_asked_for_a_kept_result_is_limited(engine: FakeEngine) -> None:
+def test_the_callers_of_a_kept_result_are_limited(engine: FakeEngine) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         for number in range(MOST_CALLERS + 1):
             raw.generate("a", caller=str(number))
@@ -822,7 +829,7 @@ def test_who_has_asked_for_a_kept_result_is_limited(engine: FakeEngine) -> None:
         assert reply["code"] == "queue_full" and "callers of request 'a'" in reply["message"]
 
 
-def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngine) -> None:
+def test_queued_replies_to_a_slow_reader_arrive_in_order(engine: FakeEngine) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         raw.socket.set(zmq.RCVHWM, 1)
         for number in range(3000):
@@ -832,8 +839,8 @@ def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngin
         assert [raw.receive()["id"] for _ in range(3000)] == [str(number) for number in range(3000)]
 
 
-def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
-    """As whoever is dropped gets it."""
+def test_an_error_without_an_id_ends_all_calls(engine: FakeEngine) -> None:
+    """A client that does not read gets such an error when it is dropped."""
     engine.gate.clear()
     with serving(engine) as worker, RolloutClient(worker.address) as client:
         results: list[TruerollError] = []
@@ -856,7 +863,7 @@ def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
         engine.gate.set()
 
 
-def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
+def test_an_internal_key_of_a_request_gives_no_access_to_it(
     worker: WorkerOnThread, certificates: Certificates, enter: Callable[[str], RolloutClient], engine: FakeEngine
 ) -> None:
     engine.gate.clear()
@@ -877,11 +884,11 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
         ]
 
 
-# Connections that come and go.
+# New and ended connections.
 
 
 class Monitor:
-    """What a gate is told, as a test wants it, in place of what its socket's monitor tells. `gone`: what it told."""
+    """Monitor events from the test instead of the socket. `gone`: identities that the gate reported as gone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: deque[tuple[int, int]] = deque()
@@ -917,7 +924,7 @@ def gate(monitor: Monitor) -> Iterator[Gate]:
 ANN, BOB = b"\0ann", b"\0bob"
 
 
-def test_messages_of_one_who_left_are_not_taken_for_those_of_whoever_has_its_descriptor(
+def test_late_messages_are_not_attributed_to_the_next_connection_on_the_descriptor(
     gate: Gate, monitor: Monitor
 ) -> None:
     monitor.come(7)
@@ -933,18 +940,18 @@ def test_messages_of_one_who_left_are_not_taken_for_those_of_whoever_has_its_des
     assert monitor.gone == [ANN, BOB] and not gate.heard(7, BOB, 1, 1)
 
 
-def test_one_who_left_unheard_is_found_gone_once_its_successor_is_heard(gate: Gate, monitor: Monitor) -> None:
+def test_a_connection_that_ended_unheard_is_gone_once_its_successor_is_heard(gate: Gate, monitor: Monitor) -> None:
     for fd in (7, 8):
         monitor.come(fd)
         monitor.go(fd)
         monitor.come(fd)
-    assert gate.heard(7, ANN, 0, 1), "it may be the one that is there"
+    assert gate.heard(7, ANN, 0, 1), "it may be the open connection"
     assert gate.heard(7, BOB, 1, 1) and monitor.gone == [ANN]
     assert not gate.heard(7, ANN, 0, 1) and gate.heard(7, BOB, 1, 1)
     assert gate.heard(8, b"\0eve", 3, 1) and not gate.heard(8, b"\0dan", 2, 1)
 
 
-def test_an_identity_of_its_own_that_comes_back_at_once_is_there(gate: Gate, monitor: Monitor) -> None:
+def test_a_reused_custom_identity_is_open_again_after_its_first_end(gate: Gate, monitor: Monitor) -> None:
     monitor.come(7)
     assert gate.heard(7, b"me", 0, 1)
     monitor.go(7)
@@ -955,10 +962,10 @@ def test_an_identity_of_its_own_that_comes_back_at_once_is_there(gate: Gate, mon
 
 
 @pytest.mark.parametrize("has_numbers", [True, False])
-def test_nobody_who_is_there_is_called_gone_and_of_all_others_the_end_is_told(
+def test_no_open_connection_is_reported_gone_and_every_end_is_reported(
     has_numbers: bool, gate: Gate, monitor: Monitor
 ) -> None:
-    """In whatever order messages are taken, and the monitor is followed."""
+    """Messages are received, and the monitor is read, in random order."""
     random, num_connections, num_refused = Random(7), 0, 0
     there: dict[int, int] = {}
     waiting: list[tuple[int, int]] = []
@@ -991,7 +998,7 @@ def test_nobody_who_is_there_is_called_gone_and_of_all_others_the_end_is_told(
     assert all(identity in monitor.gone[heard_at:] for identity, heard_at in last_heard.items())
 
 
-def test_bytes_of_one_who_left_are_not_missing_of_its_successor(gate: Gate, monitor: Monitor) -> None:
+def test_bytes_of_an_ended_connection_do_not_count_for_its_successor(gate: Gate, monitor: Monitor) -> None:
     monitor.come(7)
     monitor.go(7)
     monitor.come(7)
@@ -1008,7 +1015,7 @@ def received(router: Router) -> tuple[Peer, list[bytes]]:
     return message
 
 
-def test_a_client_on_the_descriptor_of_one_who_left_is_heard(certificates: Certificates) -> None:
+def test_a_client_on_a_reused_descriptor_is_heard(certificates: Certificates) -> None:
     lost: list[bytes] = []
     router = Router(WorkerConfig(**certificates.settings), lost.append)
     gate, descriptors = router._gate, []
@@ -1037,14 +1044,14 @@ def test_a_client_on_the_descriptor_of_one_who_left_is_heard(certificates: Certi
             while peer.identity not in lost:
                 router.maintain()
             num_shared += descriptors[-1] == descriptors[-3]
-        assert num_shared > 0, "the premise"
-        assert len(lost) == len(set(lost)) == 40, "each end is told once"
-        assert router._user_of(peer.identity) == peer.identity, "nothing is known of who is gone"
+        assert num_shared > 0, "premise: a descriptor was reused"
+        assert len(lost) == len(set(lost)) == 40, "each end is reported once"
+        assert router._user_of(peer.identity) == peer.identity, "the user of an ended connection is forgotten"
     finally:
         router.close()
 
 
-def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nobody(certificates: Certificates) -> None:
+def test_requests_of_a_named_client_that_is_gone_are_ignored(certificates: Certificates) -> None:
     engine = FakeEngine()
     worker = FaultyWorker(WorkerConfig(**certificates.settings), engine)
     try:
@@ -1057,8 +1064,8 @@ def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nob
         worker._close_system()
 
 
-def test_what_ends_with_its_client_ends_whoever_finds_out_that_it_is_gone(certificates: Certificates) -> None:
-    """A reply that reaches nobody, before the end of the connection is told, or that before a message is read."""
+def test_requests_with_while_connected_end_however_the_disconnect_is_noticed(certificates: Certificates) -> None:
+    """Either a reply cannot be delivered before the end is reported, or the end is known when a message is read."""
     worker = FaultyWorker(WorkerConfig(**certificates.settings), FakeEngine())
     try:
         for id, is_gone, ends in (("a", False, True), ("b", True, True), ("c", False, False), ("d", True, False)):
@@ -1068,12 +1075,12 @@ def test_what_ends_with_its_client_ends_whoever_finds_out_that_it_is_gone(certif
             worker._dispatch.take(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
         assert [*worker._book.ledger.open] == ["a", "c", "d"]
         worker._book._tell(b"\0abcd", protocol.Deltas(samples=()))
-        assert not worker._book.ledger.open and not worker._book.ledger.kept, "what waits for weights ends in any case"
+        assert not worker._book.ledger.open and not worker._book.ledger.kept, "requests that wait for weights end too"
     finally:
         worker._close_system()
 
 
-def test_a_users_connections_count_together(certificates: Certificates) -> None:
+def test_a_users_connections_count_as_one_user(certificates: Certificates) -> None:
     router = Router(WorkerConfig(**certificates.settings), lambda identity: None)
     try:
         identities = {}
@@ -1082,14 +1089,14 @@ def test_a_users_connections_count_together(certificates: Certificates) -> None:
                 dealer.send(b"here")
                 identities[received(router)[0].identity] = name
                 users = [router._user_of(identity) for identity in identities]
-                assert users[-1] == name, "as `Outboxes` has it"
+                assert users[-1] == name, "the user that `Outboxes` sees"
         assert len(identities) == 3
     finally:
         router.close()
 
 
 def handshake(dealer: zmq.Socket[bytes], address: str) -> int:
-    """How the next one ends: an event of ZMQ."""
+    """Connect and return how the handshake ends, as an event of ZMQ."""
     ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(ends)
     dealer.connect(address)
@@ -1100,7 +1107,9 @@ def handshake(dealer: zmq.Socket[bytes], address: str) -> int:
     return event
 
 
-def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_is_admitted_while_the_authenticator_is_stopped(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authenticators, authenticate = [], router_module._authenticate
     monkeypatch.setattr(
         router_module, "_authenticate", lambda *args: authenticators.append(authenticate(*args)) or authenticators[0]
@@ -1110,7 +1119,7 @@ def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates, mo
         for name in ("alice", "stranger"):
             with certificates.raw(name, None) as dealer:
                 is_known = handshake(dealer, router.address) == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                assert is_known == (name == "alice"), "the premise"
+                assert is_known == (name == "alice"), "premise: the authenticator works"
         [authenticator] = authenticators
         authenticator.stop()
         for name in ("alice", "stranger"):
@@ -1120,7 +1129,7 @@ def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates, mo
         router.close()
 
 
-def test_a_handshake_ends(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_has_a_time_limit(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "HANDSHAKE_MS", 50)
     with serving(engine, address="tcp://127.0.0.1:*") as worker:
         with socket.create_connection(("127.0.0.1", port_of(worker.address))) as silent:
@@ -1129,10 +1138,10 @@ def test_a_handshake_ends(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -
                 pass
 
 
-# What messages cost.
+# The cost of messages.
 
 
-def test_messages_take_turns_with_all_else(engine: FakeEngine) -> None:
+def test_the_loop_does_other_work_between_two_messages(engine: FakeEngine) -> None:
     have_come = threading.Event()
 
     class Slow(FaultyWorker):
@@ -1162,7 +1171,7 @@ def test_messages_take_turns_with_all_else(engine: FakeEngine) -> None:
     assert max(Slow.turns) == 1 and sum(Slow.turns) == 10
 
 
-def test_a_generating_client_sends_few_elements(
+def test_the_role_generate_may_send_fewer_elements(
     worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
 ) -> None:
     most = 2**13
@@ -1176,7 +1185,9 @@ def test_a_generating_client_sends_few_elements(
     assert f"{most} elements" in texts["alice"] and "elements" not in texts["trainer"]
 
 
-def test_who_leaves_costs_no_more_than_what_it_waited_for(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disconnect_costs_only_the_requests_that_the_client_waited_for(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     visited: list[bytes] = []
     lose = Entry.lose
     monkeypatch.setattr(Entry, "lose", lambda entry, identity: (visited.append(identity), lose(entry, identity))[1])
@@ -1201,8 +1212,8 @@ def test_who_leaves_costs_no_more_than_what_it_waited_for(engine: FakeEngine, mo
         assert len(visited) == 51
 
 
-def test_what_waits_is_counted_and_found() -> None:
-    """Whoever comes, leaves, gives up or is answered, in any order."""
+def test_waiting_submissions_are_counted_and_found() -> None:
+    """Submissions, disconnects, withdrawals and replies happen in random order."""
     random, ledger = Random(3), Ledger(2, 100_000)
     made: list[Entry] = []
     for step in range(5000):
@@ -1247,10 +1258,10 @@ def test_what_waits_is_counted_and_found() -> None:
     assert ledger.stats.finished > 50 and ledger.stats.dropped > 5 and ledger.stats.failed > 20
 
 
-# What names and strings take.
+# The memory of names and strings.
 
 
-def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
+def test_waiting_submissions_are_limited_in_bytes(engine: FakeEngine) -> None:
     engine.gate.clear()
     with serving(engine, max_queued_bytes=10_000) as worker, RawClient(worker.address) as raw:
         for id in "ab":
@@ -1271,20 +1282,20 @@ def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
         engine.gate.set()
         replies = [raw.receive() for _ in range(3 + 2 * (61 - len(errors)))]
         assert sum(reply["type"] == "done" for reply in replies) == 62 - len(errors)
-        raw.send("health", id="after")  # once it is answered, the worker is done with what it answered before
+        raw.send("health", id="after")  # its reply shows that the worker has processed all earlier messages
         assert raw.receive()["id"] == "after"
         assert worker.worker._book.ledger.awaited.num_bytes == 0
 
 
-def test_who_asked_for_a_kept_result_takes_room(engine: FakeEngine) -> None:
+def test_the_callers_of_a_kept_result_count_as_bytes(engine: FakeEngine) -> None:
     with serving(engine, max_kept_bytes=20_000) as worker, RawClient(worker.address) as raw:
         for number in range(30):
             raw.generate("a", caller=f"{number:03}" + "\N{GRINNING FACE}" * 120)
             raw.receive_until("done")
-    assert 1 < len(engine.requests) < 5, "it was kept, and pushed out"
+    assert 1 < len(engine.requests) < 5, "the result was kept for a while and then dropped"
 
 
-def test_strings_count_as_they_are_in_memory(engine: FakeEngine) -> None:
+def test_strings_count_by_their_size_in_memory(engine: FakeEngine) -> None:
     stop = ["\N{GRINNING FACE}" * 1000 + str(number) for number in range(64)]
     with serving(engine, max_queued_bytes=sum(map(sys.getsizeof, stop))) as worker, RawClient(worker.address) as raw:
         raw.generate("a", stop=stop)

@@ -1,5 +1,5 @@
-"""The protocol by itself: what is encoded comes back equal, no bytes do anything but decode or raise, and the page
-agrees.
+"""The protocol alone: messages survive encoding and decoding, any bytes decode or raise our errors, and
+docs/protocol.md agrees with the code.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def decode_or_raise(frame: bytes) -> None:
         assert isinstance(message, get_args(protocol.FromClient))
 
 
-def test_a_sample_comes_back_by_bits() -> None:
+def test_a_sample_survives_the_wire_bit_for_bit() -> None:
     tokens = [5, 0, 2**31 - 1]
     logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
     output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
@@ -153,7 +153,7 @@ def test_a_sample_comes_back_by_bits() -> None:
 
 
 @pytest.mark.parametrize("k,rows", [(2, 3), (0, 3), (5, 0)])
-def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
+def test_top_logprobs_survive_the_wire_bit_for_bit(k: int, rows: int) -> None:
     entropy = np.linspace(0, 1, rows, dtype=np.float32)
     ids = np.arange(rows * k, dtype=np.int32).reshape(rows, k)
     logprobs = np.full((rows, k), -np.inf, np.float32)
@@ -171,7 +171,7 @@ def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_routed_experts_come_back_by_bits(dtype: str) -> None:
+def test_routed_experts_survive_the_wire_bit_for_bit(dtype: str) -> None:
     routed = np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, (5, 3, 2)).astype(dtype)
     sample = SampleOutput("a", 3, [0] * 3, None, "stop", 7, 17, (), routed_experts=routed)
     scored = ScoreOutput("a", np.zeros(5, np.float32), "stop", (), routed_experts=routed)
@@ -184,7 +184,7 @@ def test_routed_experts_come_back_by_bits(dtype: str) -> None:
         assert found is not None and found.dtype == dtype and found.flags.writeable and np.array_equal(found, routed)
 
 
-def test_routed_experts_of_another_shape_are_refused() -> None:
+def test_routed_experts_that_contradict_their_shape_or_dtype_are_refused() -> None:
     fields = dict(dtype="uint16", shape=[5, 3, 2], data=bytes(60))
     assert protocol.RoutedExperts(dtype="uint16", shape=(5, 3, 2), data=bytes(60)).dtype == "uint16"
     for wrong in (
@@ -200,7 +200,7 @@ def test_routed_experts_of_another_shape_are_refused() -> None:
             protocol.from_worker(pack(message))
 
 
-def test_top_logprobs_of_another_number_are_refused() -> None:
+def test_top_logprobs_that_contradict_k_are_refused() -> None:
     fields = dict(entropy=bytes(8), token_ids=bytes(16), logprobs=bytes(16))
     assert protocol.TopArrays(k=2, **fields).k == 2
     for wrong in (dict(k=3), dict(k=2, logprobs=bytes(12)), dict(k=65)):
@@ -234,17 +234,17 @@ def test_error_codes_are_distinct() -> None:
         {"type": "generate", "id": "a", "prompt_token_ids": b"", "params": {"stop_token_ids": ("x",) * 1000}},
     ],
 )
-def test_a_list_is_read_up_to_its_first_fault(fields: dict[str, Any]) -> None:
+def test_validation_of_a_list_stops_at_the_first_invalid_element(fields: dict[str, Any]) -> None:
     with pytest.raises(TruerollError) as caught:
         protocol.from_client(pack({"version": 1, **fields}))
     assert ".0: " in str(caught.value) and ".1: " not in str(caught.value)
 
 
-# docs/protocol.md says the same as the code.
+# docs/protocol.md agrees with the code.
 
 
 def headings(section: str) -> list[str]:
-    """The words in backquotes that head the subsections of a section."""
+    """Return the words in backquotes that head the subsections of a section."""
     text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
     assert text is not None
     return re.findall(r"^### `(\w+)`", text[1], re.M)

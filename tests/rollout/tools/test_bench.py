@@ -1,4 +1,4 @@
-"""The bench does the work it names, on both sides, and writes what it measured. No test looks at a duration."""
+"""The bench does the same named work on both sides and writes its measurements. No test checks a duration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_workloads_are_those_of_the_documentation() -> None:
     assert (single.num_prompts, single.own, single.n, single.max_tokens) == (1, 128, 1, 128)
 
 
-def test_prompts_share_their_head_alone() -> None:
+def test_prompts_share_only_their_beginning() -> None:
     prompts = SHARED.prompts(512)
     assert prompts.shape == (4, 40)
     assert (prompts[:, :32] == prompts[0, :32]).all()
@@ -46,7 +46,7 @@ def test_the_engine_does_the_work_and_counts_its_hits(tiny_llama: Path) -> None:
     system = EngineSystem(config, load_model(config))
     assert system(GROUP).hit_rate == 0.0
     assert system.engine.stats().generated_tokens == 3 * 2 * 4
-    # The first prompt computes the shared 32 tokens, the other three find them.
+    # The first prompt computes the 32 shared tokens; the other three find them in the cache.
     assert system(SHARED).hit_rate == 3 * 32 / (4 * 40)
     assert system(SHARED).hit_rate == 3 * 32 / (4 * 40), "a run must begin with an empty cache"
     without = EngineSystem(config.model_copy(update={"enable_prefix_caching": False}), load_model(config))
@@ -87,7 +87,7 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
     assert "tiny shared" in text and text.count("vs hf") == 2 and "first token:" in text
 
 
-def test_random_weights_are_measured_like_others(tiny_llama: Path, tmp_path: Path) -> None:
+def test_random_weights_can_be_measured(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     config = config_of(Path(shutil.copy(tiny_llama / "config.json", tmp_path)))
     bench.bench(config, Plan((SHARED,), (True,), json_file=file, dummy_weights=True), Console(quiet=True))

@@ -1,4 +1,4 @@
-"""The command line as its reader meets it: help, one line for each error, exit codes, a worker run from a shell."""
+"""The command line from the user's side: help, one line for each error, exit codes, a worker run from a shell."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def commands() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def address(tiny_llama: Path) -> Iterator[str]:
-    """The address of a worker that `trueroll serve` runs for the tiny llama; it must end well when asked to."""
+    """Address of a worker that `trueroll serve` runs for the tiny llama. The worker must exit cleanly on SIGTERM."""
     options = ("--num-threads", "1", "--num-blocks", "64", "--dtype", "float32")
     process = subprocess.Popen([*PROGRAM, "serve", str(tiny_llama), *options], stdout=subprocess.PIPE, text=True)
     try:
@@ -122,7 +122,7 @@ def test_http_offers_every_setting_with_its_default() -> None:
 
 def test_http_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "h11" else name)
-    with pytest.raises(ConfigError, match=r"expected the package h11, found none; pip install 'trueroll\[http\]'"):
+    with pytest.raises(ConfigError, match=r"the package h11 is not installed; run pip install 'trueroll\[http\]'"):
         cli.http("ipc:///nowhere")
 
 
@@ -132,15 +132,15 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
     assert result.stderr.splitlines() == ["trueroll: block_size: input should be greater than or equal to 2, found 0"]
 
 
-def test_a_folder_in_place_of_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_output_path_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path))
-    assert result.returncode == 2 and "expected a file, found the folder" in result.stderr
+    assert result.returncode == 2 and f"{tmp_path} is a folder; give a file" in result.stderr
 
 
-def test_a_file_in_no_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_output_file_in_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path / "missing" / "report.json"))
     assert result.returncode == 2
-    assert "expected a file in a folder that exists" in result.stderr
+    assert f"the folder {tmp_path / 'missing'} does not exist" in result.stderr
 
 
 def test_generate_prints_every_sample(address: str) -> None:
@@ -156,7 +156,7 @@ def test_generate_prints_every_sample(address: str) -> None:
 def test_generate_needs_a_chat_template_for_a_chat(address: str) -> None:
     result = trueroll("generate", address, "--prompt", "one", "--chat")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("trueroll: chat: expected a model with a chat template")
+    assert result.stderr.splitlines()[-1].startswith("trueroll: chat: the model has no chat template")
 
 
 def test_generate_refuses_what_sampling_refuses(address: str) -> None:
@@ -167,12 +167,12 @@ def test_generate_refuses_what_sampling_refuses(address: str) -> None:
 
 def test_text_without_a_tokenizer_is_an_error(tmp_path: Path, tiny_llama: Path) -> None:
     shutil.copy(tiny_llama / "config.json", tmp_path)
-    with pytest.raises(ModelError, match="expected a tokenizer"):
+    with pytest.raises(ModelError, match="the model's tokenizer does not load"):
         TextModel(str(tmp_path))
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
-def test_verify_exits_by_its_verdict(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_of_verify_is_its_verdict(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(verify, "verify", lambda *arguments: calls.append(arguments) or passed)
     result = CliRunner().invoke(cli.app, ["verify", "some-model", "--dtype", "float32", "--json", "report.json"])
@@ -193,7 +193,7 @@ def test_bench_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans[1] == bench.Plan(every, caches=(True, False))
 
 
-def test_bench_takes_a_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_takes_a_configuration_without_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, bool]] = []
     monkeypatch.setattr(bench, "bench", lambda config, plan, _: calls.append((config.model, plan.dummy_weights)))
     assert CliRunner().invoke(cli.app, ["bench", "--dummy-weights", "qwen3-0.6b"]).exit_code == 0
@@ -204,11 +204,11 @@ def test_bench_takes_a_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((), "expected MODEL or --dummy-weights CONFIG, found neither"),
-        (("m", "--dummy-weights", "qwen3-0.6b"), "expected MODEL or --dummy-weights, found m and qwen3-0.6b"),
+        ((), "MODEL or --dummy-weights CONFIG is missing"),
+        (("m", "--dummy-weights", "qwen3-0.6b"), "MODEL m and --dummy-weights qwen3-0.6b exclude each other"),
         (
             ("--dummy-weights", "qwen3-0.6b", "--compare", "hf"),
-            "expected --compare hf with a MODEL, found it with --dummy-weights; name a MODEL or leave --compare out",
+            "--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare",
         ),
     ],
 )
@@ -233,7 +233,7 @@ def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> Non
     assert stages == ["Loading", "Starting", "Generating", "Now", "Now", "Starting", "Now"]
     assert "4 prompts x 2 samples" in text and "tokens/s" in text and "hit rate" in text
     assert all(question in text for question in demo.QUESTIONS)
-    assert all(word in text for word in ("cache cold", "cache warm", "cache off", "in other company"))
+    assert all(word in text for word in ("cache cold", "cache warm", "cache off", "beside other requests"))
     assert "All bits agree" in text
 
 
@@ -252,8 +252,8 @@ def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
     with demo._stage(console, "Working ..."):
         pass
     printed = file.getvalue()
-    assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line and then what moves"
-    assert printed.endswith("\r\x1b[1A\x1b[2K"), "which is gone in the end"
+    assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line, then the spinner"
+    assert printed.endswith("\r\x1b[1A\x1b[2K"), "the spinner is erased at the end"
 
 
 def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:

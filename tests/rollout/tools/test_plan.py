@@ -1,4 +1,4 @@
-"""`trueroll plan`: what it prints is the plan of the worker's own planner."""
+"""`trueroll plan` prints the plan of the worker's own planner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trueroll.rollout.tools import cli
 
 
 def rows(*arguments: str) -> dict[str, list[str]]:
-    """The first table: the name of a bucket, and what stands in the cells after it."""
+    """Return the cells of the printed tables by the first cell of their row, such as the name of a bucket."""
     found = CliRunner().invoke(cli.app, ["plan", *arguments], env={"COLUMNS": "160"})
     assert found.exit_code == 0, found.output
     cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in found.output.splitlines()]
@@ -35,13 +35,13 @@ def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> Non
         assert float(each) == pytest.approx(3 * float(whole[1]), abs=1e-4), "three of four layers have the window"
         assert holds == f"{int(count.replace(',', '')) * 16:,} tokens"
     shared = [float(told[name][2].replace(",", "")) for name in told if name not in ("bucket", "Memory of a device")]
-    assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets are all of the memory"
+    assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets add up to the memory"
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-1"])
-def test_memory_that_no_device_has_is_refused(memory: str) -> None:
+def test_memory_out_of_range_is_refused(memory: str) -> None:
     found = CliRunner().invoke(cli.app, ["plan", "qwen3.5-0.15b", "--memory", memory])
-    assert found.exit_code == 2 and "expected more than 0 GiB and at most" in found.output
+    assert found.exit_code == 2 and "give more than 0 and at most 1048576 GiB" in found.output
 
 
 def test_a_length_that_a_worker_refuses_is_refused() -> None:
@@ -50,13 +50,13 @@ def test_a_length_that_a_worker_refuses_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("given", "chosen"), [([], 2048), (["--state-interval", "48"], 48)])
-def test_shorter_and_longer_intervals_stand_beside_the_one_that_is_planned(given: list[str], chosen: int) -> None:
+def test_shorter_and_longer_intervals_are_listed_beside_the_planned_one(given: list[str], chosen: int) -> None:
     told = rows("qwen3.5-0.15b", "--memory", "2", "--max-num-seqs", "16", *given)
     intervals = {int(name.removesuffix(" *").replace(",", "")): name for name in told if name[:1].isdigit()}
     assert [interval for interval, name in intervals.items() if name.endswith("*")] == [chosen]
     assert min(intervals) < chosen < 8 * chosen <= max(intervals)
     fitting = [int(told[name][0].replace(",", "")) for name in intervals.values()]
-    assert [*intervals] == sorted(intervals) and fitting == sorted(fitting), "a longer one leaves more tokens"
+    assert [*intervals] == sorted(intervals) and fitting == sorted(fitting), "longer intervals leave more tokens"
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str, Path]) -> None:
@@ -65,12 +65,12 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str,
         CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_the_error_for_too_little_memory_proposes_options_that_fit() -> None:
     asked = "qwen3.5-0.15b", "--memory", "0.5", "--max-num-seqs", "256"
     with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks are too little") as caught:
         CliRunner().invoke(cli.app, ["plan", *asked], catch_exceptions=False)
     text = str(caught.value)
-    assert "kv_memory" not in text and "state_budget" not in text, "which the command does not have"
+    assert "kv_memory" not in text and "state_budget" not in text, "options that the command does not have"
     proposed = dict(re.findall(r"(--[a-z-]+) (\d+)", text))
     assert proposed == {"--max-num-seqs": "10", "--memory": "2"}
     for option, value in proposed.items():

@@ -1,4 +1,4 @@
-"""Text from outside on a terminal and in a log: no character of it steers the one or forges a line of the other."""
+"""Text from outside can neither control a terminal nor forge a log line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS: Any = SimpleNamespace(decode=lambda token_ids: f"one\n\ttwo{EVIL}", encod
 GROUP: Any = SimpleNamespace(samples=[SimpleNamespace(index=0, token_ids=[1], finish_reason="length")])
 
 
-def test_what_is_not_seen_is_escaped_and_all_else_stays() -> None:
+def test_invisible_characters_are_escaped_and_all_others_stay() -> None:
     assert printable(EVIL) == SHOWN
     plain = "C:\\x1b, 你好\u3000\xa0é \U0001f600"
     assert printable(plain) == plain
@@ -46,7 +46,7 @@ def test_the_demo_shows_samples_with_escapes() -> None:
     assert SHOWN.removesuffix(r"\u2028") in shown and "\x1b" not in shown and "\u202e" not in shown
 
 
-def test_ready_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_add_lines_to_ready_lines(capsys: pytest.CaptureFixture[str]) -> None:
     info = dict.fromkeys(("backend", "isa", "dtype", "block_size", "num_blocks"), "x")
     info |= {"model": EVIL, "windows": [None], "window_blocks": []}
     cli._announce(f"ipc:///{EVIL}", info)
@@ -56,7 +56,7 @@ def test_ready_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1] == f"ready fleet={SHOWN}\\nready fleet=mine"
 
 
-def test_a_command_that_fails_says_so_with_escapes(
+def test_the_error_of_a_failed_command_is_escaped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

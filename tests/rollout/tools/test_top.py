@@ -1,4 +1,4 @@
-"""`trueroll top`: what its view tells, and how it ends, through the command line and on a terminal."""
+"""`trueroll top`: the content of its view, and how it exits, from the command line and on a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PUSH = protocol.PushProgress(
 
 @pytest.fixture
 def process() -> Iterator[WorkerProcess]:
-    """A worker with the fake engine that has finished one group of two samples."""
+    """A worker process with the fake engine. It has finished one group of two samples."""
     with fake_process() as process:
         with RolloutClient(process.address) as client:
             check_group(client.generate([[1]], SamplingParams(n=2, max_tokens=5))[0], 2)
@@ -80,14 +80,14 @@ def look(
 
 
 def rows(before: Look, now: Look) -> dict[str, str]:
-    """The view as text: first word (or words) to the rest of the line."""
+    """Return the view as text: the name of each row and the rest of its line."""
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
     console.print(view(before, now))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     return {name.strip(): rest.strip() for name, _, rest in (line.partition("  ") for line in lines)}
 
 
-def test_rates_are_those_between_two_looks() -> None:
+def test_rates_are_differences_between_two_snapshots() -> None:
     growth = {"computed_tokens": 1500, "computed_prompt_tokens": 500, "prefix_queries": 300, "prefix_hits": 160}
     told = rows(look(10.0), look(12.0, {**ENGINE, **growth}))
     assert told["tokens/s"] == "decode 200  prompt 50"
@@ -113,14 +113,14 @@ def test_names_from_outside_do_not_reach_the_terminal() -> None:
     assert text.count(shown) == 7
 
 
-def test_why_a_worker_of_a_fleet_cannot_join_shows() -> None:
+def test_the_troubles_of_a_fleet_are_shown() -> None:
     alone = look(1.0)
     fleet = dataclasses.replace(alone, health=all_healths([alone.health], ["worker-1: no \x1bspace"]))
     assert rows(look(0.0), fleet)["trouble"] == r"worker-1: no \x1bspace"
     assert "trouble" not in rows(look(0.0), alone)
 
 
-def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:
+def test_the_parts_of_the_bar_are_in_proportion_to_the_blocks() -> None:
     bar = rows(look(0.0), look(1.0))["blocks"]
     assert (bar.count("█"), bar.count("▒"), bar.count("░")) == (15, 10, 5)
     assert bar.endswith("in use 30  cached 20  empty 10")
@@ -157,12 +157,12 @@ def test_experts_show_how_much_busier_than_the_mean_one_is() -> None:
         told(zeros, [1, 2, 3])
 
 
-def test_nothing_to_divide_by_is_no_error() -> None:
+def test_rates_without_queries_are_no_error() -> None:
     told = rows(look(0.0), look(1.0, {**ENGINE, "prefix_queries": 0, "prefix_hits": 0, "samples_finished": {}}))
     assert told["prefix hits"].endswith("ever -") and told["samples"] == "none finished"
 
 
-def test_sleep_and_a_push_under_way_show() -> None:
+def test_sleep_and_a_push_in_progress_are_shown() -> None:
     told = rows(look(0.0), look(1.0, state="asleep", sleeping=("weights", "kv_cache"), push=PUSH))
     assert told["state"] == "asleep  asleep: weights, kv_cache  last progress 2.5 s ago"
     assert told["push"] == "version 5 by shared: begun, 12.0 kB staged in 0.2 s"
@@ -170,15 +170,15 @@ def test_sleep_and_a_push_under_way_show() -> None:
     assert rows(look(0.0), look(1.0, push=in_place))["push"].startswith("version 5 by shared, in place: ")
 
 
-def test_what_is_not_known_while_loading_is_left_out() -> None:
+def test_unknown_values_are_left_out_while_loading() -> None:
     loading = look(1.0, {}, state="loading", weight_version=None, seconds_since_progress=None, engine=None)
     told = rows(loading, loading)
     assert told.keys() == {"worker", "state", "requests", "memory"}
     assert told["worker"] == "abc  weight version -" and told["state"] == "loading"
-    assert "tokens/s" not in rows(loading, look(2.0)), "there is nothing to compare with yet"
+    assert "tokens/s" not in rows(loading, look(2.0)), "there are no earlier counters yet"
 
 
-def test_what_a_worker_tells_is_shown_as_it_is() -> None:
+def test_markup_in_names_is_shown_literally() -> None:
     odd = "[/]x[bold]"
     counters = {**ENGINE, "samples_finished": {odd: 1}}
     health: dict[str, Any] = dict(
@@ -204,12 +204,12 @@ def test_what_a_worker_tells_is_shown_as_it_is() -> None:
         ({"engine": {"model": "m"}}, "backend: field required"),
     ],
 )
-def test_a_worker_that_tells_something_else_is_one_clear_error(changes: dict[str, Any], words: str) -> None:
+def test_a_missing_or_mistyped_counter_is_one_clear_error(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ProtocolError, match=f"^worker: {words}.*; use the same release of trueroll on both sides$"):
         look(0.0, **changes)
 
 
-def test_the_counters_of_a_worker_started_anew_are_not_compared() -> None:
+def test_the_counters_of_a_restarted_worker_are_not_compared() -> None:
     restarted = dataclasses.replace(look(1.0), health=look(1.0, instance="def").health)
     assert "tokens/s" not in rows(look(0.0), restarted)
     assert "tokens/s" in rows(look(0.0), look(1.0))
@@ -235,7 +235,7 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
         stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
-        # Where tests run in the background, interrupts are ignored, which a child inherits.
+        # A background process ignores interrupts, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
@@ -255,7 +255,7 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
 
 
 def _drain(terminal: int) -> None:
-    """Read what is still written until the other side closes, which Linux tells as an error."""
+    """Read until the other side closes, which Linux reports as an error."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass
@@ -263,7 +263,7 @@ def _drain(terminal: int) -> None:
 
 def test_a_lost_worker_ends_it_with_the_error(process: WorkerProcess) -> None:
     class Screen:
-        """A terminal on which the worker is killed once the first view is there."""
+        """A terminal that kills the worker once the first view is shown."""
 
         def __init__(self) -> None:
             self.text = ""

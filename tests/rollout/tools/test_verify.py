@@ -1,4 +1,4 @@
-"""The exactness matrix finds no difference where there is none, finds the ones put in, and doubts its own premises."""
+"""The exactness matrix reports no false difference, finds planted differences, and checks its own premises."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from trueroll.rollout.tools import verify
 from trueroll.rollout.tools.verify_premises import UNLIMITED, Cell, Run, check_premises, check_variations
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
-# The native kernels are fast enough for a prompt that the attention cuts into four.
+# The native kernels are fast enough for a prompt that attention splits into four parts.
 LONGER = dataclasses.replace(SMALL, prompt_lengths=(400, 64, 5))
 IN_FLOAT32 = {"cpu": ("qwen3", "gemma3"), "reference": ("gemma3",)}
-"""The families that every run takes in float32: without windows and with them."""
-# The reference is slow. Its attention cuts at 128, and nothing of it depends on a whole last block.
+"""The families that every run tests in float32: without and with windows."""
+# The reference is slow. Its attention splits at 128, and it does not depend on a whole last block.
 SHORTER = verify.Sizes(prompt_lengths=(130, 8), max_tokens=10, longest_token_by_token=8, varied_length=130)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and lose much on a busy machine; cells with two threads set them."""
+    """Use one thread: more make tiny models no faster, and slower on a busy machine. Some cells set two threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,8 +67,8 @@ def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -
     assert failing_cells(config, LONGER if backend == "cpu" else SHORTER) == []
 
 
-def test_no_bit_differs_one_step_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a step is queued before the tokens of the one before are seen."""
+def test_no_bit_differs_with_steps_queued_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like on a GPU, where a step is queued before the tokens of the previous step are known."""
     monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
     config = EngineConfig(model=str(tiny_qwen3), dtype="bfloat16", backend="cpu")
     assert failing_cells(config, LONGER) == []
@@ -84,7 +84,7 @@ def test_no_bit_differs_with_any_instruction_set(tiny_llama: Path, native_librar
 
 
 def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Another order of accumulation for more than 8 rows, on every machine."""
+    """Multiply with another order of accumulation for more than 8 rows, on every machine."""
     if len(x) <= 8:
         return F.linear(x, weight, bias)
     (left, right), (left_weight, right_weight) = x.chunk(2, 1), weight.chunk(2, 1)
@@ -98,7 +98,7 @@ def project_back_in_halves(
 
 
 def reference_with(linear: Callable[..., Tensor]) -> Any:
-    """A copy of the reference backend, all of whose products but that of the head are by `linear`."""
+    """Return a copy of the reference backend that computes all products except the head's by `linear`."""
     spec = importlib.util.find_spec("trueroll.kernels.reference")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,7 +153,9 @@ def next_bit(x: Tensor) -> Tensor:
 
 
 def plain_draws(ops: Any, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, ...]:
-    """Other log-probs of whole distributions in company; greedy rows, and those with filters, stay as they are."""
+    """Draw with changed log-probs of unfiltered distributions beside other rows. Greedy and filtered rows are not
+    changed.
+    """
     token_ids, logprobs, finite = ops.next_tokens(hidden, weight, wanted)
     is_broken = (wanted.targets == SAMPLE) & (len(hidden) > 4)
     return token_ids, torch.where(is_broken, next_bit(logprobs), logprobs), finite
@@ -190,7 +192,7 @@ def test_sampling_that_depends_on_the_company_is_found(tiny_llama: Path, op: str
 
 
 HYBRID = dataclasses.replace(SMALL, prompt_lengths=(100, 40, 5), varied_length=40)
-# The reference is slow. One prompt goes on behind the largest block, and each mixer has one layer.
+# The reference is slow. One prompt is longer than the largest block, and each mixer has one layer.
 SHORT_HYBRID = verify.Sizes(prompt_lengths=(66, 5), max_tokens=10, longest_token_by_token=5, varied_length=66)
 
 
@@ -211,7 +213,7 @@ def test_no_bit_differs_in_any_cell_of_a_hybrid(
 
 @pytest.fixture(scope="module")
 def short_mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two layers of each kind that mixtures have, for the reference."""
+    """Tiny mixtures for the reference. The hybrid mixture has one layer of each kind."""
     folder = tmp_path_factory.mktemp("m")
     layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     of = {"qwen3_moe": {}, "qwen3_5_moe": layers, "gpt_oss": {}}
@@ -237,14 +239,14 @@ def test_no_bit_differs_in_any_cell_of_a_mixture_on_the_reference(
 
 
 def recurrence_with(delta_rule: Callable[..., Tensor]) -> Any:
-    """The reference backend with another recurrence."""
+    """Return the reference backend with another recurrence."""
     ops: Any = types.SimpleNamespace(**vars(reference) | {"delta_rule": delta_rule})
     ops.layers = partial(run_layers, ops)
     return ops
 
 
 def rounded_checkpoints(*args: Any) -> Tensor:
-    """States that are restored, or gone on from by several, come back from bfloat16."""
+    """Round states to bfloat16 when they are restored, or copied because several sequences continue from them."""
     *_, states, batch = args
     moved = batch.reads[(batch.reads != batch.writes) & (batch.reads != NO_SLOT)]
     states[moved] = states[moved].bfloat16().float()
@@ -252,7 +254,7 @@ def rounded_checkpoints(*args: Any) -> Tensor:
 
 
 def another_chunking(*args: Any) -> Tensor:
-    """Chunks of many tokens leave their states a bit off, as another order of sums does."""
+    """Change a bit in the states after chunks of many tokens, like another order of sums would."""
     *_, states, batch = args
     out = reference.delta_rule(*args)
     long = torch.tensor([end - start > 8 for start, end in pairwise(batch.query_starts)])
@@ -273,18 +275,18 @@ def make_engine(folder: Path, **settings: int | bool) -> Engine:
 
 
 def run_alone(folder: Path) -> Run:
-    """The first subject, greedy, 150 tokens, in the circumstances of the baseline."""
+    """Run the first subject (greedy, 150 tokens) under the circumstances of the baseline."""
     engine = make_engine(folder)
     return verify.run_together(engine, verify.make_subjects(SMALL, engine.info.vocab_size)[:1])
 
 
-def test_each_cell_has_a_name_of_its_own() -> None:
+def test_each_cell_has_a_unique_name() -> None:
     names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS, *verify.ROUTE_CELLS)]
     assert len(set(names)) == len(names)
     assert "cache warm, with 1 other, no checkpoints" in names
 
 
-def test_no_engine_plans_for_more_tokens_than_can_meet_in_a_step(
+def test_no_engine_plans_for_more_tokens_than_a_step_can_have(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets: list[int] = []
@@ -317,7 +319,7 @@ def failed_premises(cell: Cell, run: Run) -> list[str]:
         (Cell(cache="warm", others=1, threads=2), ["reused", "together", "threads"]),
     ],
 )
-def test_a_claim_that_the_run_does_not_show_fails(tiny_llama: Path, claim: Cell, failed: list[str]) -> None:
+def test_a_claim_without_evidence_in_the_run_fails(tiny_llama: Path, claim: Cell, failed: list[str]) -> None:
     assert failed_premises(claim, run_alone(tiny_llama)) == failed
 
 
@@ -331,7 +333,7 @@ def test_reuse_fails_the_claim_of_a_cold_cache_and_of_none(tiny_llama: Path) -> 
     assert failed_premises(Cell(cache="off"), warm) == ["reused"]
 
 
-def test_a_prompt_shared_while_it_runs_is_no_reuse_but_needs_a_cache(tiny_llama: Path) -> None:
+def test_joining_a_running_prompt_is_no_reuse_but_needs_a_cache(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     longest = [s for s in verify.make_subjects(SMALL, engine.info.vocab_size) if len(s.prompt_token_ids) == 150]
     assert len(longest) == 2
@@ -341,14 +343,14 @@ def test_a_prompt_shared_while_it_runs_is_no_reuse_but_needs_a_cache(tiny_llama:
     assert failed_premises(Cell(others=1, cache="off"), run) == ["reused"]
 
 
-def test_a_sample_that_failed_or_never_came_is_no_result(tiny_llama: Path) -> None:
+def test_a_failed_or_missing_sample_fails_the_premises(tiny_llama: Path) -> None:
     run = run_alone(tiny_llama)
     broken = dataclasses.replace(run.samples[0], finish_reason="error")
     assert failed_premises(Cell(), dataclasses.replace(run, outputs=[broken])) == ["failed"]
     assert failed_premises(Cell(), dataclasses.replace(run, outputs=[])) == ["failed"]
 
 
-def test_score_requests_one_after_the_other_are_not_together(tiny_llama: Path) -> None:
+def test_score_requests_in_separate_steps_are_not_together(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     requests = [verify.ScoreRequest(f"{i}", np.arange(3, 3 + 20 * (i + 1), dtype=np.int32)) for i in range(2)]
     claim = Cell(is_score=True, others=1)
@@ -356,7 +358,7 @@ def test_score_requests_one_after_the_other_are_not_together(tiny_llama: Path) -
     assert failed_premises(claim, verify.run_together(engine, requests[:1])) == ["together"]
 
 
-def test_every_bit_and_the_end_count(tiny_llama: Path) -> None:
+def test_every_changed_bit_and_another_end_are_differences(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     request = verify.with_params(verify.make_subjects(SMALL, engine.info.vocab_size)[0], top_logprobs=2)
     sample = verify.run_together(engine, [request]).samples[0]
@@ -376,7 +378,7 @@ def test_every_bit_and_the_end_count(tiny_llama: Path) -> None:
 
 
 def baseline(folder: Path) -> tuple[list[Run], list[str]]:
-    """The baseline's runs, and their premises about sampling that hold, with something to show."""
+    """Return the baseline's runs, and the names of its premises about sampling that hold and were seen."""
     config = EngineConfig(model=str(folder))
     runs, _ = verify._Lab(config, load_model(config), SMALL).run(Cell(), {})
     return runs, [premise.name for premise in check_variations(runs) if premise.holds and premise.seen]
@@ -385,7 +387,7 @@ def baseline(folder: Path) -> tuple[list[Run], list[str]]:
 SHOWN = ["ended by a token", "held back by min_tokens", "other log-probs", "ended by a string"]
 
 
-def test_each_variation_of_a_request_shows(tiny_model: Path) -> None:
+def test_each_variation_of_a_request_has_an_effect(tiny_model: Path) -> None:
     runs, shown = baseline(tiny_model)
     assert shown == SHOWN
     plain = next(asked_of(run).params for run in runs if run.requests[0].id == "plain 64")
@@ -399,7 +401,7 @@ def asked_of(run: Run) -> GenerateRequest:
 
 
 def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
-    """The run as if other parameters had been asked for, or another first sample had come."""
+    """Return a copy of the run with changed parameters or a changed first sample."""
     changed = dataclasses.replace(run.samples[0], **sample)
     request = verify.with_params(asked_of(run), **params)
     return dataclasses.replace(run, requests=[request], outputs=[changed, *run.outputs[1:]])
@@ -414,7 +416,7 @@ def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
         ("raw 64", dict(token_ids=[3] * 12), {}, "other log-probs"),
     ],
 )
-def test_a_variation_that_does_not_show_fails(
+def test_a_variation_without_effect_fails(
     tiny_llama: Path, name: str, sample: dict[str, Any], params: dict[str, Any], missing: str
 ) -> None:
     runs, _ = baseline(tiny_llama)
@@ -423,7 +425,7 @@ def test_a_variation_that_does_not_show_fails(
     assert missing in [premise.name for premise in check_variations(changed) if not premise.holds]
 
 
-def test_log_probs_of_one_kind_for_all_fail(tiny_llama: Path) -> None:
+def test_the_baseline_fails_if_all_log_probs_are_of_one_kind(tiny_llama: Path) -> None:
     runs, _ = baseline(tiny_llama)
     by_id = {run.requests[0].id: run for run in runs}
     raw, processed = by_id["raw 64"], by_id["seeded 64"].samples[0].logprobs
@@ -443,7 +445,7 @@ def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypa
     assert "PREMISE FAILED: preempted 0" in text
     assert "FAILED: 3 cells" in text and "30 differences, 1 failed premises" in text
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [cell["differences"] for cell in report] == [0, 15, 15], "one for each sample"
+    assert [cell["differences"] for cell in report] == [0, 15, 15], "one difference for each sample"
     assert [cell["cell"]["cache"] for cell in report] == ["cold", "warm", "cold"]
 
 
@@ -452,7 +454,7 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     console = Console(record=True, width=160)
     assert verify.verify(EngineConfig(model=str(tiny_llama)), console, None, SMALL)
     text = console.export_text()
-    # 13 samples of 12 tokens, and two that end earlier.
+    # 13 samples of 12 tokens, and two samples that end earlier.
     found = re.search(r"passed: 2 cells, (\d+) tokens and log-probs compared, 0 differences, 0 failed premises", text)
     assert found is not None and 13 * 12 < int(found[1]) < 15 * 12
     assert "PREMISE FAILED" not in text and "faster" not in text
@@ -469,12 +471,10 @@ def test_without_a_tokenizer_the_report_says_that_there_was_no_stop_string(
     assert verify.verify(EngineConfig(model=str(tmp_path)), console, None, SMALL)
     text = console.export_text()
     assert "ended by a token 1" in text and "ended by a string" not in text
-    assert f"without a stop string: stop: expected {tmp_path / 'tokenizer.json'}, found no such file" in text
+    assert f"stop strings were not tested: stop: expected {tmp_path / 'tokenizer.json'}, found no such file" in text
 
 
-def test_the_report_says_why_it_is_not_about_the_fastest_backend(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CELLS", ())
     console = Console(record=True, width=160)
     assert verify.verify(EngineConfig(model=str(tiny_llama), dtype="float16"), console, None, SMALL)

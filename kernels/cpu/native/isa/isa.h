@@ -1,5 +1,5 @@
-// What the ops need from outside. All of it is included before BEGIN_TARGET, so that functions which several translation
-// units share, and of which the linker keeps one copy, are compiled for any machine.
+// External headers that the ops need. They are all included before BEGIN_TARGET. Functions that several translation
+// units share are then compiled for any machine, since the linker keeps only one copy of each.
 #pragma once
 
 #include <math.h>

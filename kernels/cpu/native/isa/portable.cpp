@@ -1,4 +1,4 @@
-// Any machine.
+// For any machine.
 #include "isa.h"
 
 namespace trueroll {

@@ -1,7 +1,7 @@
 // The product of bfloat16 on AMX tiles: two tiles of up to 16 rows times two panels at a time.
 //
-// A tile instruction sums its 16 steps (32 columns) from zero before it adds them, so the columns are always cut at
-// multiples of 32, whatever the number of rows.
+// A tile instruction sums its 16 steps (32 columns) from zero before it adds them to the accumulator. So the columns
+// are always cut at multiples of 32, for any number of rows.
 
 #ifdef EMULATE_TILES
 #include "tiles_emulated.h"
@@ -24,11 +24,11 @@ inline void configure_tiles(long upper, long lower, long steps) {
     shape(5, lower, 4 * steps);
     shape(6, steps, 4 * LANES);
     shape(7, steps, 4 * LANES);
-    asm volatile("" : : "m"(config));  // GCC 12 takes the next line to read 8 bytes, and may drop what wrote the others
+    asm volatile("" : : "m"(config));  // GCC 12 thinks the next line reads 8 bytes, and may drop the other stores
     _tile_loadconfig(config);
 }
 
-// One block of accumulators over steps [first, first + count * height) of every round.
+// Computes one block of accumulators over steps [first, first + count * height) of every round.
 template <bool LOWER, bool RIGHT>
 void tile_block(const Factors<bf16>& factors, long first, long count, long height, bool add_to, float* c, long ldc) {
     const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_table, next_offset] = factors;
@@ -83,7 +83,7 @@ inline void multiply_tiles(
             if (part.next_table > 0)
                 part.next += row / PASS_ROWS<bf16> * part.next_table;
             else if (row > 0)
-                part.next = part.b, part.next_stride = part.stride;  // once is enough
+                part.next = part.b, part.next_stride = part.stride;  // the first pass has already prefetched it
             block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }

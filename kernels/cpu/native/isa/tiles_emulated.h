@@ -1,4 +1,5 @@
-// AMX tiles in plain C++, as Intel's manual describes the instructions, so that tests run the code above anywhere.
+// AMX tiles in plain C++, as Intel's manual describes the instructions, so that tests can run tiles_amx.h on any
+// machine.
 
 struct EmulatedTile {
     long rows, bytes;

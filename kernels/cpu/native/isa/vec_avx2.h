@@ -54,7 +54,7 @@ inline F convert_unsigned(U x) {
     return add(mul(high, set1(65536.0f)), low);
 }
 inline F times_power_of_2(F x, F n) {
-    // In two exact steps, so that results beyond the range of one factor come out right.
+    // Two exact steps give correct results beyond the range of a single factor.
     const F bounded = max(set1(-250.0f), min(set1(250.0f), n));
     const F first = round(mul(bounded, set1(0.5f))), second = sub(bounded, first);
     const auto power = [](__m256 e) {
@@ -63,7 +63,7 @@ inline F times_power_of_2(F x, F n) {
     return BOTH(_mm256_mul_ps(_mm256_mul_ps(x.v[i], power(first.v[i])), power(second.v[i])));
 }
 
-// Cuts x into a fraction in [0, 1] and what `times_power_of_2` takes for floor(x). Beyond +-250 the fraction is any.
+// Splits x into a fraction in [0, 1] and floor(x), for `times_power_of_2`. Beyond +-250 the fraction is arbitrary.
 inline F split(F x, F& fraction) {
     const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
     fraction = sub(held, whole);
@@ -78,7 +78,7 @@ inline U select_nan(F a, U x, U y) {
     return BOTH(_mm256_blendv_epi8(y.v[i], x.v[i], _mm256_castps_si256(_mm256_cmp_ps(a.v[i], a.v[i], _CMP_UNORD_Q))));
 }
 
-// In each quarter, lane i of x[j] and lane j of x[i] change places.
+// In each quarter, swaps lane i of x[j] and lane j of x[i].
 inline void transpose_quarters(F (&x)[4]) {
     for (int i = 0; i < 2; ++i) {
         const __m256 a = _mm256_unpacklo_ps(x[0].v[i], x[1].v[i]), b = _mm256_unpackhi_ps(x[0].v[i], x[1].v[i]);
@@ -107,7 +107,7 @@ inline void store_halves(bf16* p, U x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xD8));
 }
 
-// Sums and maxima of the lanes: halves are joined until one is left.
+// Sums and maxima of the lanes: halves are joined until one lane is left.
 #define REDUCE(operation) \
     const __m256 eight = _mm256_##operation##_ps(x.v[0], x.v[1]); \
     const __m128 four = _mm_##operation##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \

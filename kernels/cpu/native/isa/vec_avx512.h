@@ -19,7 +19,8 @@ inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F round(F x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F times_power_of_2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// Cuts x into a fraction in [0, 1] and what `times_power_of_2`, which takes the floor itself, takes for floor(x).
+// Splits x into a fraction in [0, 1] and an argument of `times_power_of_2` for floor(x): x itself, since that function
+// takes the floor.
 inline F split(F x, F& fraction) {
     fraction.v = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return x;
@@ -45,7 +46,7 @@ inline U select_nan(F a, U x, U y) {
     return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};
 }
 
-// In each quarter, lane i of x[j] and lane j of x[i] change places.
+// In each quarter, swaps lane i of x[j] and lane j of x[i].
 inline void transpose_quarters(F (&x)[4]) {
     const __m512 a = _mm512_unpacklo_ps(x[0].v, x[1].v), b = _mm512_unpackhi_ps(x[0].v, x[1].v);
     const __m512 c = _mm512_unpacklo_ps(x[2].v, x[3].v), d = _mm512_unpackhi_ps(x[2].v, x[3].v);
@@ -69,6 +70,6 @@ inline void store_halves(bf16* p, U x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
 }
 
-// Sums and maxima of the lanes: halves are joined until one is left.
+// Sums and maxima of the lanes: halves are joined until one lane is left.
 inline float sum(F x) { return _mm512_reduce_add_ps(x.v); }
 inline float peak(F x) { return _mm512_reduce_max_ps(x.v); }

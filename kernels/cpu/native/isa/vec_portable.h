@@ -1,4 +1,4 @@
-// Sixteen lanes as an array, for the compiler to vectorize as it can. Without a fused multiply-add.
+// Sixteen lanes as an array, which the compiler vectorizes as it can. No fused multiply-add.
 
 struct F {
     float v[16];
@@ -22,7 +22,7 @@ inline F div(F a, F b) { EACH_LANE(F, a.v[i] / b.v[i]); }
 inline F fma(F a, F b, F c) { EACH_LANE(F, a.v[i] * b.v[i] + c.v[i]); }
 inline F max(F a, F b) { EACH_LANE(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F min(F a, F b) { EACH_LANE(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-// Exact for |x| < 2^22, which is all that is asked for.
+// Exact for |x| < 2^22. Callers pass no larger values.
 inline F round(F x) { EACH_LANE(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
 inline F floor(F x) {
     const F nearest = round(x);
@@ -52,13 +52,13 @@ inline F floats(U x) {
 }
 inline F convert_unsigned(U x) { EACH_LANE(F, static_cast<float>(x.v[i])); }
 inline F times_power_of_2(F x, F n) {
-    // In two exact steps, so that results beyond the range of one factor come out right.
+    // Two exact steps give correct results beyond the range of a single factor.
     const F bounded = max(set1(-250.0f), min(set1(250.0f), n));
     const F first = round(mul(bounded, set1(0.5f))), second = sub(bounded, first);
     const auto power = [](F e) {
         U exponent;
         for (int i = 0; i < 16; ++i) {
-            // The comparison keeps a NaN, which no integer can hold, out of the conversion.
+            // The comparison replaces NaN, which no integer can represent.
             const float held = e.v[i] >= -126.0f ? e.v[i] : -126.0f;
             exponent.v[i] = static_cast<uint32_t>(static_cast<int32_t>(held) + 127) << 23;
         }
@@ -67,7 +67,7 @@ inline F times_power_of_2(F x, F n) {
     return mul(mul(x, power(first)), power(second));
 }
 
-// Cuts x into a fraction in [0, 1] and what `times_power_of_2` takes for floor(x). Beyond +-250 the fraction is any.
+// Splits x into a fraction in [0, 1] and floor(x), for `times_power_of_2`. Beyond +-250 the fraction is arbitrary.
 inline F split(F x, F& fraction) {
     const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
     fraction = sub(held, whole);
@@ -81,7 +81,7 @@ inline bool any_greater(F a, F b) {
 }
 inline U select_nan(F a, U x, U y) { EACH_LANE(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
 
-// In each quarter, lane i of x[j] and lane j of x[i] change places.
+// In each quarter, swaps lane i of x[j] and lane j of x[i].
 inline void transpose_quarters(F (&x)[4]) {
     for (int quarter = 0; quarter < 16; quarter += 4)
         for (int i = 0; i < 4; ++i)
@@ -105,7 +105,7 @@ inline void store_halves(bf16* p, U x) {
     for (int i = 0; i < 16; ++i) p[i].bits = static_cast<uint16_t>(x.v[i]);
 }
 
-// Sums and maxima of the lanes: halves are joined until one is left.
+// Sums and maxima of the lanes: halves are joined until one lane is left.
 inline float sum(F x) {
     for (int half = 8; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) x.v[i] += x.v[i + half];

@@ -1,7 +1,7 @@
-// Calls every function of the native kernels' C interface with heap buffers of exactly the size that its arguments say,
-// at odd sizes, for every instruction set and type, with one thread and with two; for builds with sanitizers.
+// Calls every function of the native kernels' C interface with heap buffers of exactly the required sizes, at odd
+// sizes, for every instruction set and type, with one thread and with two. For builds with sanitizers.
 //
-// Ends with 0 if results are the same bits for both numbers of threads, and for values that are no numbers as well.
+// Exits with 0 if the results have the same bits for both numbers of threads, also for NaN and infinite values.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -76,7 +76,7 @@ class Digest {
     uint64_t hash_ = 0xCBF29CE484222325u;
 };
 
-// An array of numbers or of pointers as what the interface reads it as; Python fills them likewise.
+// An array of numbers or pointers, viewed as the type that the interface reads. Python fills such arrays too.
 struct Filled {
     const void* at;
     template <class T>
@@ -95,7 +95,7 @@ void check(bool good, const char* what, const std::string& name) {
 struct Run {
     long threads;
     int bfloat16;
-    float wild;  // a value among the activations, or 0
+    float wild;  // a special value among the activations, or 0
     Digest* digest;
 
     Values random(long count, bool activation = true) const { return Values(bfloat16, count, activation ? wild : 0); }
@@ -185,7 +185,7 @@ struct Run {
         for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
     }
 
-    // Of logits of which filters have dropped some.
+    // For logits in which filters dropped some tokens.
     void statistics(
         const std::vector<float>& logits, const std::vector<int64_t>& tokens, long vocab, long best
     ) const {
@@ -200,10 +200,10 @@ struct Run {
         digest->add(logprobs), digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
     }
 
-    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all
-    // blocks but the last. Tasks of few rows follow those of many; only where a block is one panel is what they read
-    // fetched ahead. At the end two layers run, with the same weights and caches. A window, which the second of them
-    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: sinks, a bias behind
+    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two sequences share
+    // all blocks but the last. Tasks of few rows follow those of many; their keys and values are prefetched only if a
+    // block is one panel. At the end two layers run, with the same weights and caches. A window, which the second layer
+    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: sinks, a bias after
     // attention, and biases and norms of q and k, of all heads at once if there is a window.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras, long window = 0) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 20, 49};
@@ -296,7 +296,7 @@ struct Run {
             layers.insert(layers.end(), 7, nullptr);
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
-        // A table for each layer, so that one that names blocks beyond its own is found.
+        // Each layer has its own table, so that a layer that reads another one's table is found.
         const std::vector<int64_t> copied = tables;
         PagePointers pages[2] = {{fresh.data(), tables.data(), max_blocks}};
         pages[1] = {fresh.data(), copied.data(), max_blocks};
@@ -309,7 +309,8 @@ struct Run {
         digest->add(keys), digest->add(values), digest->add(y);
     }
 
-    // A sequence that begins, one that goes on from another's slot, one in its own, one without rows and a long one.
+    // A sequence that begins, one that continues from another's slot, one in its own slot, one without rows, and a long
+    // one.
     void delta_net(long key_heads, long value_heads, long key_dim, long value_dim, long kernel) const {
         const std::vector<int64_t> starts = {0, 3, 4, 6, 6, 140}, reads = {-1, 5, 1, 5, -1}, writes = {0, 2, 1, 3, 4};
         const long rows = 140, slots = 6, channels = 2 * key_heads * key_dim + value_heads * value_dim;
@@ -329,7 +330,7 @@ struct Run {
         digest->add(qkv), digest->add(tails), digest->add(states), digest->add(out);
     }
 
-    // Rows that all go to the experts that they like best, of which some have many rows, and again to the same ones.
+    // Rows go to their best experts, some of which have many rows, and then to the same experts again.
     void mixture(long rows, long k, long count, long n, long top_k, bool extras) const {
         Values logits = random(rows * count), x = random(rows * k), shared = random(rows * k), out = random(rows * k);
         Values gate_up = packed(count * 2 * n, k), down = packed(count * k, n);
@@ -350,9 +351,9 @@ struct Run {
         digest->add(out);
     }
 
-    // A delta net, attention with an output gate and a delta net once more, for the first tokens of three sequences and
-    // a token of one that goes on. Heads are as large as those of the delta nets' values. Each has an MLP, or experts
-    // and one that is shared.
+    // A delta net, attention with an output gate and another delta net, for the first tokens of three sequences and a
+    // later token of one. The attention's heads are as large as the delta nets' values. Each layer has an MLP, or
+    // experts and a shared expert.
     void hybrid(long key_heads, long value_heads, long key_dim, long size, bool has_experts) const {
         const std::vector<int64_t> starts = {0, 3, 4, 6, 20}, reads = {-1, 2, -1, -1}, writes = {0, 1, 3, 4};
         const std::vector<int64_t> lens = {3, 1, 2, 14}, tables = {0, 1, 2, 3};
@@ -482,7 +483,7 @@ void call_after_fork(const std::string& name) {
     check(status == 0, "the forked process failed", name);
 }
 
-// What a sanitizer has to find: two threads that write to the same place, and a norm that is one value too short.
+// Errors that a sanitizer must find: two threads that write to the same place, and a norm that is one value too short.
 void misuse() {
     std::vector<float> weight(4096 * 17, 1.0f), out(4096 * 17);
     std::vector<std::thread> callers;

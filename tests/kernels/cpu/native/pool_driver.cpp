@@ -1,7 +1,7 @@
-// Two promises of the pool, each with its own argument; ends with 0 if it holds.
+// Two promises of the pool, each with its own argument. Exits with 0 if the promise holds.
 //
-// `sleep`: a caller that waits for a task of another thread sleeps, and leaves its core to whoever needs it.
-// `keep`: calls with one thread and with two in turn start no thread anew.
+// `sleep`: a caller that waits for a task of another thread sleeps, and leaves its core to other processes. `keep`:
+// alternating calls with one thread and with two start no new threads.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ char state_of(pid_t thread) {
     return std::strrchr(line, ')')[2];
 }
 
-// Runs one task on this thread and one on another one, which gets the id of this thread after its task has ended.
+// Runs one task on this thread and one on another. The other one gets the id of this thread after its task has ended.
 template <class Body>
 void run_on_both(const Body& other) {
     const pid_t caller = thread_id();
