@@ -511,7 +511,7 @@ def test_a_restarted_worker_is_not_taken_for_the_old_one(worker: WorkerOnThread,
         proxy.retarget(successor.address)
         proxy.cut()
         thread.join()
-        assert isinstance(results[0], WorkerLostError) and "started anew" in str(results[0])
+        assert isinstance(results[0], WorkerLostError) and "was restarted" in str(results[0])
         check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
 
 

@@ -100,7 +100,9 @@ def test_deltas_with_missing_tokens_are_an_error(tmp_path: Path) -> None:
 def test_a_group_with_wrong_sample_indices_is_an_error(tmp_path: Path, indices: tuple[int, ...]) -> None:
     samples = [("sample", SAMPLE | {"index": index}) for index in indices]
     with answering(tmp_path, *samples, ("done", DONE)) as client:
-        words = rf"request 'r': expected samples 0 to 1, found {len(indices)}, .*; use the same release of trueroll"
+        words = (
+            rf"request 'r': expected samples 0 to 1, found {len(indices)} samples .*; use the same release of trueroll"
+        )
         with pytest.raises(ProtocolError, match=words):
             client.generate([[1]], SamplingParams(n=2), request_ids=["r"])
 
