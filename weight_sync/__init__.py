@@ -1,5 +1,5 @@
-"""Weights from a trainer to its workers: what travels, by which transports, and both ends of it.
+"""Weight pushes from a trainer to its workers: the payload, the transports, and the code at both ends.
 
-Owns: a push from its first byte to its commit or its end. Does not own: the engine, which knows nothing of pushes, nor
-the socket by which pushes are called.
+Owns: a push from its first byte to its commit or abort. Does not own: the engine, which knows nothing of pushes, or
+the socket that carries the calls of a push.
 """

@@ -1,6 +1,6 @@
-"""Clients of a worker, and how to start one on this machine.
+"""Clients of a worker, and a launcher of workers on this machine.
 
-Owns: calls, their replies and the connection that carries them, with what becomes of both when it breaks. Does not own:
-what messages look like (`protocol`), several workers at once (`fleet`), pushes of weights (`publisher`). Imports
+Owns: calls, their replies, and the connection that carries them, with the handling of lost connections. Does not own:
+the form of messages (`protocol`), several workers at once (`fleet`), or pushes of weights (`publisher`). Imports
 neither torch nor transformers.
 """

@@ -1,14 +1,16 @@
-"""The clients: prompts in, groups of samples out. `AsyncRolloutClient`, and `RolloutClient` for code without an event
-loop.
+"""The clients: prompts in, groups of samples out. `RolloutClient` is for code without an event loop.
 
-Owns the meaning of the calls. The connection below owns sending, reconnecting and losing the worker; `protocol` owns
-the messages. Imports neither torch nor transformers.
+Owns the meaning of the calls. The connection owns sending, reconnecting and the loss of a worker; `protocol` owns the
+messages. Imports neither torch nor transformers.
 
-Promises: a call returns when all its requests have ended, or raises the first error that one of them met (unless it is
-to return errors), naming the prompt that it is about; then the others are given up, as they are when the call is
-cancelled, interrupted, or its stream closed early: the worker aborts what no other client waits for. A worker that is
-lost, or whose replies are, is told nothing, so that requests can be asked for again. The worker is told when results
-have arrived, so that it keeps them no longer.
+Promises:
+
+- A call returns when all its requests have ended. Unless it is to return errors, it raises the first error of a request
+  and names the prompt in it.
+- A call that raises, is cancelled or is interrupted gives its requests up, as does a stream that is closed early. The
+  worker then aborts every request that no other client waits for.
+- If the worker or its replies are lost, the client does not give its requests up, so that they can be asked for again.
+- The worker is told when results have arrived, so that it does not keep them longer.
 """
 
 from __future__ import annotations
@@ -65,13 +67,13 @@ P = ParamSpec("P")
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
-"""Errors that are about one request of a call, which their text then names."""
+"""Errors about a single request of a call. Their text then names the request."""
 _PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, by index, and the parameters as the worker used them, seed included."""
+    """All samples of one prompt, by index. `params`: the parameters as the worker used them, seed included."""
 
     id: str
     samples: tuple[SampleOutput, ...]
@@ -80,15 +82,17 @@ class Group:
 
 
 class AsyncRolloutClient:
-    """A client of the worker at `address`, for one event loop in one process: those of its first call. Calls may run at
-    the same time.
+    """A client of the worker at `address`. It connects at the first call. Calls may run at the same time.
 
-    It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
-    calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
-    `server_public_key` and `client_key` go together: the public key of a worker with named clients, and the secret key
-    of this one; each in Z85, or the file of `zmq.auth.create_certificates` with it (`.key`, `.key_secret`).
-    `while_connected`: the worker ends requests for samples when the connection does, as with this process: for one that
-    would not ask for them again.
+    All calls must run in the event loop and the process of the first call.
+
+    - `timeout`: seconds without any sign of life from the worker after which pending calls raise WorkerLostError. A
+      worker that computes for long, or still loads its model, shows life.
+    - `server_public_key`, `client_key`: only together. The public key of a worker with named clients, and the secret
+      key of this client. Each is a key in Z85, or the path of the file with it that `zmq.auth.create_certificates` made
+      (`.key`, `.key_secret`).
+    - `while_connected`: the worker ends this client's requests for samples when the connection, or this process, ends.
+      For a client that would not ask for them again.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class AsyncRolloutClient:
         self.address = address
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._while_connected = while_connected
-        self._open: dict[str, None] = {}  # by id, in the order in which they were sent
+        self._open: dict[str, None] = {}  # ids of open requests, in the order in which they were sent
 
     @overload
     async def generate(
@@ -145,19 +149,23 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> list[Group] | list[Group | TruerollError]:
-        """Samples of every prompt, one Group each, in order.
+        """Generate samples for every prompt. Return one Group for each prompt, in order.
 
-        `params`: one for all prompts, or a list with one for each; None: the defaults. `seed`: of the whole call;
-        prompt i gets `derive_seed(seed, i)`, so that each has noise of its own. For a seed that differs by step too,
-        give `derive_seed(seed_of_the_run, step)`. A seed in one `params` for several prompts is refused: they would
-        share their noise. `request_ids`: the ids to submit under, new ones if not given. Without any seed the id and
-        the prompt give it: asking again with the same id and content, of any worker with the same weights, gives the
-        same samples, also after a crash of either side. While the first asking is unfinished, or its end was lost,
-        nothing is computed twice. `errors`: `return` puts the error of a prompt that failed in its group's place, and
-        lets the others finish. `progress` shows a bar on a terminal. `min_weight_version`: begin with no older weights;
-        a worker that serves older ones, as after a restart, raises StaleWeightsError or, with `wait_for_weights`,
-        begins once a push has brought them. (Older ones that a push brings later, with `allow_older`, show in the
-        samples' spans.)
+        - `params`: one for all prompts, or a list with one for each. None: the defaults. With several prompts a seed in
+          a single `params` is refused, since all prompts would share their noise.
+        - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
+          For new noise in every step, pass `derive_seed(seed_of_the_run, step)`.
+        - `request_ids`: ids of the requests; by default new ones. Without any seed, the seed follows from id and
+          prompt. The same id and content then give the same samples from any worker with the same weights, even after a
+          crash of either side. A repeated request is not computed twice if the first is unfinished, or if its results
+          were lost on the way.
+        - `errors`: with `return`, the error of a failed prompt takes the place of its group, and the other prompts
+          finish.
+        - `progress`: show a progress bar on a terminal.
+        - `min_weight_version`: oldest weights with which a request may begin. A worker with older weights, for example
+          after a restart, makes the call raise StaleWeightsError. If a later push with `allow_older` brings older
+          weights, the version spans of the samples show it.
+        - `wait_for_weights`: wait instead of raising StaleWeightsError, until a push has brought the weights.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["while_connected"] = self._while_connected
@@ -216,12 +224,13 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes.
+        """Generate like `generate`, but yield (position of the prompt, sample) as each sample finishes.
 
-        `deltas`: before a sample, yields (position, SampleDelta) for what it has got since the one before, as it comes;
-        all of them together are the sample, to the bit. Each begins where the one before ended, or at 0: then the
-        sample was begun anew, as after a lost connection, and what came before is void. What is not taken at once comes
-        in one piece later. Of a running request that another client made, what is there comes first.
+        `deltas`: before a sample, also yield (position, SampleDelta) for its new tokens as they arrive. The deltas of a
+        sample together equal the sample, to the bit. Each delta begins where the one before ended, or at 0. A delta at
+        0 after others means that the sample was started again, for example after a lost connection, and that the
+        earlier deltas are void. Deltas that the caller does not take at once are merged into one. If the client joins a
+        running request of another client, the first delta has all tokens so far.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas)
@@ -243,17 +252,20 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> list[SampleOutput]:
-        """Let unfinished samples go on: one for each prompt, whole, in order.
+        """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
-        `samples`: what `generate` gave for these prompts, one sample each; those of finish reason `abort`, and those of
-        `length` that have fewer than `max_tokens` tokens, go on, the others are returned as they are. With `max_tokens`
-        None those of `length` go on to the end of the model's context, unless they have reached it. `params`: those
-        that they were asked for with, or their group's; `n` and the seed in them count for nothing, as each sample goes
-        on with its own noise. `max_tokens` and `min_tokens` count all of its tokens, and a stop string may begin in
-        those that are there. With the weights that it began with, the whole sample has the bits of one that was never
-        interrupted; with others, its version spans say which tokens came from which. `request_ids`,
-        `min_weight_version`, `wait_for_weights`: see `generate`; there is an id for each sample, also for those that
-        are returned as they are.
+        - `samples`: one sample of `generate` for each prompt. Samples with finish reason `abort` are continued, and
+          samples with `length` that have fewer than `max_tokens` tokens. All others are returned unchanged. If
+          `max_tokens` is None, samples with `length` are continued to the end of the model's context, unless they have
+          reached it.
+        - `params`: the parameters of the original call, or of the samples' group. `n` and the seed are ignored, since
+          each sample continues with its own noise. `max_tokens` and `min_tokens` count all tokens of a sample. A stop
+          string may begin in the existing tokens.
+        - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
+        - `min_weight_version`, `wait_for_weights`: see `generate`.
+
+        With the original weights the whole sample has the same bits as one that was never interrupted. With other
+        weights its version spans say which weights made which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
@@ -269,7 +281,7 @@ class AsyncRolloutClient:
     async def _check_fills_context(
         self, request: protocol.Generate, sample: SampleOutput, error: TruerollError
     ) -> None:
-        """Raise the worker's `error` unless it refused to let a sample go on that ends where the context does."""
+        """Raise the worker's `error`, unless it refused to continue a sample that ends at the end of the context."""
         if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
             raise error
         engine = (await self.health()).engine
@@ -290,11 +302,11 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probs of given tokens under a distribution, one ScoreOutput for each sequence, in order.
+        """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
         Entry i of its `logprobs`, float32 [num_tokens - 1], is the log-prob of token i + 1 given tokens [0, i + 1).
         `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see
-        `generate`. Raises RequestAbortedError if a score was aborted.
+        `generate`. Raise RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
@@ -311,11 +323,10 @@ class AsyncRolloutClient:
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """End requests, or of each the sample `index`, with what was generated so far; returns how many samples that
-        ended.
+        """End requests, or the sample `index` of each. Return the number of samples that this ended.
 
-        The samples arrive where the requests were made, with finish reason `abort`. Raises UnknownRequestError if there
-        is nothing unfinished of such a name, unless that is `missing_ok`; the other requests are ended all the same.
+        The samples arrive, with their tokens so far and finish reason `abort`, at the calls that asked for them. Raise
+        UnknownRequestError if a request or sample is not running, unless `missing_ok`; the other requests end anyway.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -332,23 +343,23 @@ class AsyncRolloutClient:
         return reply.num_samples
 
     async def abort_all(self) -> int:
-        """End all requests of this client, the oldest first, as `abort` does; returns how many samples that ended."""
+        """End all requests of this client, the oldest first, as `abort` does. Return the number of ended samples."""
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
-        """How the worker is; answered at once, also while it loads or computes."""
+        """Return the worker's health. The worker answers at once, even while it loads or computes."""
         reply = await self.ask(protocol.GetHealth(id=protocol.new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
 
     async def stats(self) -> protocol.Stats:
-        """The lifetime counters of engine and service."""
+        """Return the lifetime counters of engine and service."""
         reply = await self.ask(protocol.GetStats(id=protocol.new_id()))
         assert isinstance(reply, protocol.Stats)
         return reply
 
     async def pause(self) -> protocol.Status:
-        """Generate nothing until `resume`; running requests keep what they have, new ones wait or are refused."""
+        """Generate nothing until `resume`. Running requests keep their tokens; new ones wait or are refused."""
         return await self._ask_status(protocol.Pause(id=protocol.new_id()))
 
     async def resume(self) -> protocol.Status:
@@ -356,8 +367,9 @@ class AsyncRolloutClient:
         return await self._ask_status(protocol.Resume(id=protocol.new_id()))
 
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
-        """Finish all requests accepted so far, then pause. Raises DeadlineError, and goes on generating, if that takes
-        more than `timeout` seconds.
+        """Finish all requests accepted so far, then pause.
+
+        Raise DeadlineError if this takes more than `timeout` seconds; the worker then goes on generating.
         """
         return await self._ask_status(message_of(protocol.Drain, id=protocol.new_id(), timeout=timeout))
 
@@ -369,24 +381,27 @@ class AsyncRolloutClient:
         in_flight: InFlight = "recompute",
         timeout: float = 600.0,
     ) -> protocol.Status:
-        """Give the memory of `tags` back until `wake_up`. `level` 1 keeps the weights on the host; 2 drops them, and a
-        push must follow. `in_flight`: running requests are finished first (`drain`, for at most `timeout` seconds),
-        keep their tokens and go on later (`recompute`), or end with what they have (`abort`).
+        """Release the memory of `tags` until `wake_up`.
+
+        - `level`: 1 keeps the weights on the host; 2 drops them, and a push must follow.
+        - `in_flight`: what happens to running requests: `drain` finishes them first, for at most `timeout` seconds;
+          `recompute` keeps their tokens and continues them later; `abort` ends them with their tokens so far.
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
-        """Take the memory of `tags` again; the worker is ready when all tags are awake and its weights are whole."""
+        """Take the memory of `tags` again. The worker is ready when all tags are awake and its weights are whole."""
         return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
-        """Forget all cached prefixes; running requests keep their blocks."""
+        """Drop all cached prefixes. Running requests keep their blocks."""
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """What the served weights are: the XXH3 hash of every parameter's bytes. The worker computes it between two
-        steps, which wait for it.
+        """Return the XXH3 hash of the bytes of every served parameter. The worker computes it between two steps.
+
+        The next step waits for the result.
         """
         reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
         assert isinstance(reply, protocol.Checksums)
@@ -398,7 +413,7 @@ class AsyncRolloutClient:
         return reply
 
     async def close(self) -> None:
-        """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
+        """Disconnect. Pending calls raise TruerollError; their requests keep running."""
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -408,7 +423,7 @@ class AsyncRolloutClient:
         await self.close()
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send any call of the protocol that has a single reply, and return that. Raises the error it is, if it is."""
+        """Send a call of the protocol that has a single reply, and return the reply. Raise it if it is an error."""
         inbox = Inbox()
         self._connection.call(message, inbox)
         try:
@@ -423,12 +438,12 @@ class AsyncRolloutClient:
     async def exchange(
         self, requests: Mapping[Position, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
-        """Submit messages, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
-        pieces of a sample come before it, if they were asked for.
+        """Submit requests and yield (position, reply) as replies arrive, each sample once, until all have ended.
 
-        An error names its place in `what`, the argument of the caller, unless that is None. With `errors` `return` it
-        is yielded. `in_groups`: the caller uses samples only once their group has ended, so that a client of several
-        workers may begin a group anew, and yield its samples again.
+        Deltas of a sample, if they were asked for, come before it. `what`: name of the caller's argument; an error then
+        names its place in it. `errors`: with `return`, errors are yielded. `in_groups`: the caller uses samples only
+        once their group has ended, so that a client of several workers may start a group again and yield its samples
+        again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -457,7 +472,7 @@ class AsyncRolloutClient:
                     unfinished.discard(id)
                     finished.add(id)
                 elif (id, reply.index) in seen:
-                    continue  # the worker repeats what it sent when a request is sent again after a reconnect
+                    continue  # the worker repeats samples when a request is sent again after a reconnect
                 else:
                     seen.add((id, reply.index))
                     if id in streamed and (piece := inbox.finish(reply)):
@@ -479,7 +494,7 @@ class AsyncRolloutClient:
 def _settle(
     connection: Connection, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]
 ) -> None:
-    """Tell the worker what is not waited for any more, and what has arrived."""
+    """Tell the worker which requests were given up, and which results have arrived."""
     for request in requests:
         if request.id in given_up:
             connection.notify(protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller))
@@ -489,17 +504,17 @@ def _settle(
 
 
 def _check_ids(connection: Connection, ids: list[str]) -> None:
-    """Raise InvalidRequestError for ids that are given twice, or are in use."""
+    """Raise InvalidRequestError for ids that come twice or are in use."""
     for id, count in Counter(ids).items():
         if count > 1 or id in connection.calls:
-            text = f"request_ids: expected ids that are not in use, found {id!r} twice"
+            text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
             raise InvalidRequestError(text, field="request_ids", value=id)
 
 
 def _blocking(
     call: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RolloutClient, P], T]:
-    """A call of the asynchronous client as one that waits, with its signature and its docstring."""
+    """Return the blocking version of an asynchronous client's method, with its signature and docstring."""
 
     @wraps(call)
     def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -509,24 +524,24 @@ def _blocking(
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for code that has none. The thread, of that `name`, keeps no process alive.
+    """An event loop on a daemon thread with the name `name`, for code without an event loop.
 
-    Promises: what `submit` takes runs, until `end`. Both may be called on the loop's own thread, where the garbage
-    collector may run: there `end` does not wait. In a process that was forked from the one with the thread, both say so
-    at once.
+    Promises: a submitted coroutine runs, until `end`. `submit` and `end` may be called on the loop's own thread, where
+    the garbage collector may run; there `end` does not wait. In a process that was forked from the thread's process,
+    both report it at once.
     """
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._may_submit = threading.RLock()  # the garbage collector may submit while its thread does
+        self._may_submit = threading.RLock()  # the garbage collector may submit while this thread submits
         self._has_ended = False
         self._thread.start()
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread is one of this process, which was not forked since."""
+        """Return whether the thread belongs to this process, and not to the process that this one was forked from."""
         return wrong_process(self._pid) is None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -539,8 +554,10 @@ class LoopThread:
         return _failed(coroutine, TruerollError("closed; make a new one"))
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], cancel: bool = False) -> None:
-        """Run `last`, wait for all that runs, and end the thread; once. `cancel`: cancel what runs first, and close all
-        asynchronous generators that were left unfinished. Raise TruerollError in a forked process.
+        """Run `last`, wait for all running coroutines, and end the thread. Idempotent.
+
+        `cancel`: first cancel the running coroutines, and close unfinished asynchronous generators. Raise TruerollError
+        in a forked process.
         """
         if error := wrong_process(self._pid):
             raise error
@@ -580,10 +597,10 @@ def _failed(coroutine: Coroutine[Any, Any, T], error: TruerollError) -> Future[T
 class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
-    The asynchronous client runs on a thread of its own. Make the client in the process that uses it: in one that was
-    forked from that its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's requests.
-    Without `close` it is closed when nothing refers to it any more or the interpreter ends; that also gives up what its
-    streams left unfinished.
+    The asynchronous client runs on a thread of its own. Create the client in the process that uses it: in a process
+    forked from that one its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's
+    requests. Without `close`, the client is closed when nothing refers to it any more, or when the interpreter ends.
+    This also gives up unfinished requests of its streams.
     """
 
     def __init__(
@@ -659,11 +676,11 @@ class RolloutClient:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
         finally:
-            # Not waited for: this also runs when the interpreter ends, and wherever the garbage collector does.
+            # Do not wait: this also runs when the interpreter ends, and wherever the garbage collector runs.
             self._thread.submit(samples.aclose())
 
     def close(self) -> None:
-        """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
+        """Disconnect and end the thread. Pending calls of other threads raise TruerollError."""
         self._thread.end(self._client.close)
         self._abandon.detach()
 
@@ -690,8 +707,9 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """An error that says which prompt of its call it is about, if it is about one: its text begins with `where`, and
-    `where` is its field if that is the prompt.
+    """Return the error with `where` before its text, if it is about one request of a call; else the error itself.
+
+    `where` also becomes the error's field if its field is the prompt.
     """
     if not isinstance(error, _OF_ONE_REQUEST):
         return error
@@ -706,7 +724,7 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
     count = done.params.n
     if len(samples) != count or max(samples) >= count:
         raise ProtocolError(
-            f"request {done.id!r}: expected samples 0 to {count - 1}, found {len(samples)}, the last of them "
+            f"request {done.id!r}: expected samples 0 to {count - 1}, found {len(samples)} samples up to index "
             f"{max(samples, default=None)}; use the same release of trueroll on both sides"
         )
     ordered = tuple(samples[index] for index in range(count))
@@ -715,13 +733,13 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
 
 def _scored(reply: protocol.Scores) -> ScoreOutput:
     if reply.finish_reason == "abort":
-        raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
+        raise RequestAbortedError("score: was aborted before it was computed; ask again if it is still needed")
     return protocol.score_output(reply)
 
 
 @contextmanager
 def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
-    """Yields a function to call once for each finished sample."""
+    """Yield a function to call for each finished sample."""
     if not is_wanted:
         yield lambda: None
         return

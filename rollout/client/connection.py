@@ -1,14 +1,16 @@
-"""A client's connection to one worker: sends calls, hands their replies to the callers, and leaves no caller waiting.
+"""A client's connection to one worker. It sends calls and gives the replies to the callers. No caller waits forever.
 
-Owns: the socket (`Line`), the calls that wait for their end (`PendingCalls`), what has come for their callers (`Inbox`,
-and `Received` for samples that grow), when calls are sent, and which process is at the other end (`Connection`). Does
-not own: what calls mean.
+Owns: the socket (`Line`), the pending calls (`PendingCalls`), the replies that have come for their callers (`Inbox`,
+and `Received` for growing samples), the times at which calls are sent, and the identity of the process at the other end
+(`Connection`). Does not own: the meaning of calls.
 
-Promises: every call gets its terminal reply or an exception. After a broken connection, calls are sent again to the
-same worker process, which knows them by their ids; if another process answers, or none for `timeout` seconds, they
-end with WorkerLostError. What answers is the worker that was meant: it has the key that it should have, or runs as this
-user or root. Everything happens on the event loop and in the process of the first call: from others calls raise at
-once.
+Promises:
+
+- Every call gets its terminal reply or an exception.
+- After a broken connection, calls are sent again to the same worker process, which knows them by their ids. If another
+  process answers, or none for `timeout` seconds, they end with WorkerLostError.
+- The answering process is the intended worker: it has the expected key, or runs as this user or root.
+- Everything happens in the event loop and the process of the first call. Calls from elsewhere raise at once.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ from ..protocol.error_codes import error_from_code
 
 
 def wrong_process(pid: int) -> TruerollError | None:
-    """The error that this is another process than the one that something works in; None if it is not."""
+    """Return an error if the current process is not process `pid`, else None."""
     if os.getpid() == pid:
         return None
     return TruerollError(
-        f"client: expected a call from process {pid}, which made it, found one from process {os.getpid()}, which was "
-        "forked from that; make a new one here"
+        f"client: was made in process {pid} and cannot be used in process {os.getpid()}, which was forked from it; "
+        "make a new one here"
     )
 
 
 class Received:
-    """One sample. `put` and `finish` tell what the worker says, `take` gives what is new in it.
+    """One sample as it arrives. `put` and `finish` add messages of the worker; `take` returns the new tokens.
 
-    Promises: the pieces that are taken make the sample, to the bit. A piece begins where the one before ended; or at 0,
-    where what came before is void, since the worker had forgotten the request when it was asked for again after a lost
-    connection, and computed it anew. However late a piece is taken, no more than the sample is kept.
+    Promises: all taken deltas together equal the sample, to the bit. Each delta begins where the one before ended, or
+    at 0. A later delta at 0 makes the earlier ones void: the worker had forgotten the request when it was sent again
+    after a lost connection, and computed it again. However late a delta is taken, at most one sample is kept.
     """
 
     def __init__(self) -> None:
@@ -67,8 +69,9 @@ class Received:
         self._is_announced = False
 
     def put(self, delta: Delta) -> bool:
-        """Adds a delta. Returns whether there is something to take that was not announced so yet. Raise ProtocolError
-        if tokens before it are missing.
+        """Add a delta. Return True if `take` has something new and the caller was not told so since the last `take`.
+
+        Raise ProtocolError if tokens before the delta are missing.
         """
         if self._growth is None or not self._growth.put(delta):
             self._begin(delta)
@@ -76,14 +79,14 @@ class Received:
         return not was_announced
 
     def finish(self, sample: FinishedSample) -> SampleDelta | None:
-        """The last piece of a sample that has ended; None if all was taken."""
+        """Return the last delta of a finished sample; None if everything was taken."""
         whole, growth = delta_of(sample), self._growth
         if growth is None or growth.num_tokens > whole.num_tokens or not growth.put(whole):
             self._begin(whole)
         return self.take()
 
     def take(self) -> SampleDelta | None:
-        """What was not taken yet; None if there is nothing."""
+        """Return a delta with everything that was not taken yet; None if there is nothing."""
         self._is_announced = False
         growth, start = self._growth, self._num_taken
         if growth is None or (growth.num_tokens == start and not self._is_anew):
@@ -94,8 +97,8 @@ class Received:
     def _begin(self, delta: Delta) -> None:
         if delta.start:
             raise ProtocolError(
-                f"deltas: expected the tokens of {delta.id!r}, sample {delta.index}, in order, found those from "
-                f"{delta.start} on out of it; use the same release of trueroll on both sides"
+                f"deltas: tokens of {delta.id!r}, sample {delta.index}, came out of order (those from {delta.start} on "
+                "came too early); use the same release of trueroll on both sides"
             )
         self._growth = Growth(delta)
         self._is_anew, self._num_taken = self._num_taken > 0, 0
@@ -105,10 +108,7 @@ Reply: TypeAlias = protocol.FromWorker | TruerollError
 
 
 class Inbox:
-    """Replies to some calls, in order, with the id of each.
-
-    What a sample has got grows here until it is taken.
-    """
+    """Replies to some calls, in order, each with the id of its call. Merges deltas of a sample until they are taken."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[str, Reply | Received]] = asyncio.Queue()
@@ -118,54 +118,54 @@ class Inbox:
         self._queue.put_nowait((id, reply))
 
     def put_delta(self, delta: protocol.Delta) -> None:
-        """Raise ProtocolError if tokens before it are missing."""
+        """Add a delta. Raise ProtocolError if tokens before it are missing."""
         received = self._received.setdefault((delta.id, delta.index), Received())
         if received.put(delta):
             self._queue.put_nowait((delta.id, received))
 
     def finish(self, sample: protocol.FinishedSample) -> SampleDelta | None:
-        """What was not taken of a sample that has ended."""
+        """Return the delta of a finished sample that was not taken; None if everything was taken."""
         return self._received.pop((sample.id, sample.index), Received()).finish(sample)
 
     async def get(self) -> tuple[str, Reply | Received]:
-        """The next reply; `Received` where a sample has got something."""
+        """Wait for the next reply, or for `Received` if a sample has new tokens. Return it with the id of its call."""
         return await self._queue.get()
 
     def rest(self) -> Iterator[tuple[str, Reply | Received]]:
-        """What has come and was not taken."""
+        """Yield the replies that have come but were not taken."""
         while not self._queue.empty():
             yield self._queue.get_nowait()
 
 
 LINGER_MS = 200
 SETTLE_SECONDS = 0.05
-"""The end of a connection is told a moment before its last messages can be read."""
+"""Pause after the end of a connection. ZMQ reports the end a moment before the last messages can be read."""
 RETRY_MS = 200
 HEARTBEAT_MS = 10_000
 
 
 class Listener(Protocol):
-    """Is told what happens to a line. What it raises ends the line."""
+    """Receives the events of a line. An exception that it raises ends the line."""
 
     def heard(self, frame: bytes) -> None:
-        """The worker has sent a frame."""
+        """Handle a frame from the worker."""
         ...
 
     def connected(self) -> None:
-        """There is a connection, by which nothing was sent yet."""
+        """Handle a new connection. Nothing was sent on it yet."""
         ...
 
     def disconnected(self) -> None:
-        """There is no connection, or not the one that was."""
+        """Handle the loss of the connection, or its replacement by another one."""
         ...
 
     def failed(self, error: TruerollError) -> None:
-        """A task of the line has failed: nothing is heard any more."""
+        """Handle the failure of a task of the line. Nothing is heard any more."""
         ...
 
 
 class Line:
-    """A line to `address`, for which `server_public_key` and `client_key` are those of a client."""
+    """A line to `address`, with reconnection. `server_public_key`, `client_key`: as for a client."""
 
     def __init__(self, address: str, server_public_key: Key | None, client_key: Key | None, listener: Listener) -> None:
         check_address(address, has_keys=server_public_key is not None)
@@ -177,26 +177,26 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened and not closed since."""
+        """Return whether the line was opened and not closed since."""
         return bool(self._tasks)
 
     def open(self) -> None:
-        """Connect, from the running event loop. Raise ConfigError for an address that cannot be connected to."""
+        """Connect, in the running event loop. Raise ConfigError if it is impossible to connect to the address."""
         self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._connect()
 
     def send(self, frame: bytes) -> None:
-        """Send a frame by the connection that there is."""
+        """Send a frame on the current connection."""
         self._socket.send(frame)
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task as long as the line is open."""
+        """Run a task while the line is open."""
         self._tasks[name] = asyncio.create_task(coroutine)
         self._tasks[name].add_done_callback(self._on_task_end)
 
     async def close(self) -> None:
-        """Disconnect, if the line is open."""
+        """Disconnect. No-op if the line is not open."""
         tasks, self._tasks = self._tasks, {}
         if not tasks:
             return
@@ -207,23 +207,24 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """What is wrong with a call from here: another process, or another event loop, than those that opened it."""
+        """Return an error if this is another process, or another event loop, than that of the first call, else None."""
         if self._home is None:
             return None
         pid, loop = self._home
         if error := wrong_process(pid):
             return error
-        with suppress(RuntimeError):  # none runs: the garbage collector closes a stream
+        with suppress(RuntimeError):  # no loop runs: the garbage collector closes a stream
             if asyncio.get_running_loop() is loop:
                 return None
         return TruerollError(
-            "client: expected a call in the event loop of its first one, found another loop; make a client in each, or "
-            "use RolloutClient"
+            "client: was called in another event loop than that of its first call; make a client in each, or use "
+            "RolloutClient"
         )
 
     def _connect(self) -> None:
-        """Make a socket for one connection alone: what could not be sent by it must not go to the process that is
-        there next. It does where the event loop stands still for longer than `RETRY_MS` just then, as the socket
+        """Make a socket for a single connection, so that unsent messages do not go to the next process at the address.
+
+        They do so only if the event loop stands still for longer than `RETRY_MS` at this moment, since the socket
         reconnects by itself.
         """
         self._socket = self._context.socket(zmq.DEALER)
@@ -248,7 +249,7 @@ class Line:
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
-            known = error if isinstance(error, TruerollError) else TruerollError(f"client: broke down ({error!r})")
+            known = error if isinstance(error, TruerollError) else TruerollError(f"client: failed ({error!r})")
             self._listener.failed(known)
 
     async def _read(self) -> None:
@@ -258,14 +259,14 @@ class Line:
             self._listener.heard(frame.bytes)
 
     def _check_worker(self, frame: zmq.Frame) -> None:
-        """Raise ForbiddenError if no keys vouch for it, and another user has taken the place of the worker."""
+        """Raise ForbiddenError if there are no keys, and the frame comes from a user other than this one and root."""
         if self._keys is not None:
             return
         uid = int(str(frame.get("Peer-Address")).split(":")[1])
         if uid not in (os.geteuid(), 0):
             raise ForbiddenError(
-                f"worker: expected one of user {os.geteuid()} or of root at {self.address}, found one of user {uid}; "
-                "choose an address in a folder of your own, or use keys"
+                f"worker: the process at {self.address} runs as user {uid}, not as user {os.geteuid()} or root; choose "
+                "an address in a folder of your own, or use keys"
             )
 
     async def _follow(self, monitor: Any) -> None:
@@ -274,8 +275,8 @@ class Line:
             self._listener.disconnected()
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ForbiddenError(
-                    f"worker: expected the one at {self.address} to know this client's key, found that it does not; "
-                    "add its public key to the worker's clients_file and start the worker anew"
+                    f"worker: the worker at {self.address} does not know this client's key; add its public key to the "
+                    "worker's clients_file and restart the worker"
                 )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._listener.connected()
@@ -283,7 +284,7 @@ class Line:
                 return await self._connect_anew()
 
     async def _connect_anew(self) -> None:
-        """The connection has ended: read what came by it, and make another one."""
+        """Read the last messages of the ended connection, and make a new one."""
         reader = self._tasks["read"]
         await asyncio.sleep(SETTLE_SECONDS)
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN and not reader.done():
@@ -297,8 +298,8 @@ class Line:
 
 @dataclass
 class Call:
-    """`caller`: the name that replies to it bear; None for a call that has none. `replies`: what they may be, beside
-    deltas.
+    """A pending call. `caller`: the caller's name in replies to the call; None for a call without one. `replies`: types
+    of its replies, other than deltas.
     """
 
     frame: bytes
@@ -310,13 +311,13 @@ class Call:
 
     @classmethod
     def of(cls, message: protocol.Call, inbox: Inbox) -> Call:
-        """The call that a message makes."""
+        """Return the call that a message makes."""
         has_deltas = getattr(message, "deltas", False)
         return cls(protocol.encode(message), inbox, _caller_of(message), protocol.REPLIES[type(message)], has_deltas)
 
 
 class PendingCalls:
-    """Calls by their ids, in the order in which they were made."""
+    """Pending calls by id, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -328,31 +329,31 @@ class PendingCalls:
         return id in self._calls
 
     def __iter__(self) -> Iterator[str]:
-        """The ids."""
+        """Iterate over the ids."""
         return iter(self._calls)
 
     def add(self, id: str, call: Call) -> None:
-        """One more call waits for its end."""
+        """Add a pending call."""
         self._calls[id] = call
 
     def get(self, id: str) -> Call | None:
-        """The call of an id, if it waits."""
+        """Return the pending call with this id, else None."""
         return self._calls.get(id)
 
     def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Expect nothing more for these calls. Return those that the worker may know of."""
+        """Drop these calls. Return the ids of those that the worker may know."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
     def deliver(self, reply: protocol.FromWorker) -> None:
-        """Hand a reply to the call that it is for."""
+        """Pass a reply to its call."""
         if isinstance(reply, protocol.Deltas):
             for delta in reply.samples:
                 self._deliver_delta(delta, reply)
             return
         call = self._calls.get(reply.id or "")
         if call is not None and _caller_of(reply) not in (None, call.caller):
-            return  # to an earlier asking for the same request, which was given up
+            return  # a reply to an earlier submission of the same request, which was given up
         if isinstance(reply, protocol.Error):
             error = error_from_code(reply.code, reply.message, reply.field, reply.value, reply.limit)
             self.fail(error) if reply.id is None else self.finish(reply.id, error)
@@ -366,17 +367,17 @@ class PendingCalls:
             self.finish(reply.id, reply)
 
     def finish(self, id: str, reply: Reply) -> None:
-        """End a call with its last reply."""
+        """End a call with its terminal reply."""
         if call := self._calls.pop(id, None):
             call.inbox.put(id, reply)
 
     def fail(self, error: TruerollError) -> None:
-        """End all calls."""
+        """End all calls with an error."""
         for id in list(self._calls):
             self.finish(id, error)
 
     def fail_sent(self, error: TruerollError) -> None:
-        """End all calls that were sent."""
+        """End all calls that were sent with an error."""
         for id in [id for id, call in self._calls.items() if call.was_sent]:
             self.finish(id, error)
 
@@ -404,16 +405,18 @@ def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWo
 
 TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
-"""How many bytes are sent before the worker has to confirm them: it cuts off a client that sends much faster than it
-reads.
+"""Bytes that are sent before the worker must confirm them. The worker disconnects a client that sends much faster than
+the worker reads.
 """
 
 
 @dataclass
 class _Window:
-    """`queue`: the ids of calls that are to be sent. `unconfirmed`: bytes that were sent since the worker last
-    confirmed what it had taken. `is_open`: whether the worker has answered on this connection. `notices`: messages for
-    the same worker, to be sent once it has answered on the next connection.
+    """The state of sending on a connection.
+
+    `queue`: ids of calls to send. `unconfirmed`: bytes that were sent since the worker last confirmed receipt.
+    `is_open`: True once the worker has answered on this connection. `notices`: messages for the same worker, to be sent
+    once it has answered on the next connection.
     """
 
     queue: deque[str] = field(default_factory=deque)
@@ -423,13 +426,14 @@ class _Window:
 
     @property
     def has_next(self) -> bool:
-        """Whether a call is to be sent now."""
+        """Return whether a call can be sent now."""
         return self.is_open and bool(self.queue) and self.unconfirmed < WINDOW_BYTES
 
 
 class Connection:
-    """Connects at the first call. `timeout`: seconds without any sign of life, while calls wait, that mean a lost
-    worker. `calls`: those that wait for their end.
+    """A connection to a worker, made at the first call.
+
+    `timeout`: seconds without any sign of life after which a worker with pending calls is lost. `calls`: pending calls.
     """
 
     def __init__(self, address: str, timeout: float, server_public_key: Key | None, client_key: Key | None) -> None:
@@ -438,15 +442,13 @@ class Connection:
         self.calls = PendingCalls()
         self._window = _Window()
         self._worker: protocol.Health | None = None
-        # By id, what to do with the answers to this connection's own calls for health.
+        # By id, what to do with the replies to this connection's own health calls.
         self._awaited: dict[str, Callable[[protocol.Health], None]] = {}
         self._silent_ticks = 0
         self._end: TruerollError | None = None
 
     def call(self, message: protocol.Call, inbox: Inbox) -> None:
-        """Send a message; its replies, the last of them terminal or an exception, go to `inbox` with the message's
-        id.
-        """
+        """Send a message. Its replies go to `inbox` with the message's id. The last one is terminal or an exception."""
         if error := self._line.not_at_home() or self._end:
             raise error
         if not self._line.is_open:
@@ -458,7 +460,7 @@ class Connection:
             self._send_queued()
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
-        """Send a message without waiting for a reply."""
+        """Send a message that has no reply."""
         if self._worker is None or self._end is not None or self._line.not_at_home() is not None:
             return
         if self._window.is_open:
@@ -467,13 +469,13 @@ class Connection:
             self._window.notices.append(protocol.encode(message))
 
     async def close(self) -> None:
-        """End what still waits, and disconnect. Harmless if that has happened."""
+        """End pending calls and disconnect. Idempotent."""
         if error := self._line.not_at_home():
             raise error
         self.failed(TruerollError("client: closed; make a new one"))
         await self._line.close()
 
-    # What the line tells.
+    # Events of the line.
 
     def connected(self) -> None:
         self._ask_for_health(self._meet)
@@ -501,14 +503,16 @@ class Connection:
         self._line.send(protocol.encode(protocol.GetHealth(id=id)))
 
     async def _watch(self) -> None:
-        """Ask for a sign of life every quarter of the timeout, but only count the quarters that passed in this loop."""
+        """Ask for a sign of life every quarter of the timeout. Count only quarters in which this loop was running."""
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
             self._silent_ticks = self._silent_ticks + 1 if self.calls else 0
             if self._silent_ticks > TICKS_PER_TIMEOUT:
                 self._silent_ticks = 0
                 hint = (
-                    "it ended or hangs" if self._worker else "check the address, that a worker runs there, and its keys"
+                    "it has ended or hangs"
+                    if self._worker
+                    else "check the address, that a worker runs there, and its keys"
                 )
                 found = f"no answer from {self._line.address} for {self._timeout} s"
                 self.calls.fail(WorkerLostError(f"worker: {found}; {hint}"))
@@ -516,10 +520,10 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """The worker answered on a new connection: send what waits, unless its process is not the one that had it."""
+        """Send pending calls on a new connection on which the worker has answered. Fail sent calls if it restarted."""
         if self._worker is not None and worker.instance != self._worker.instance:
             self.calls.fail_sent(
-                WorkerLostError(f"worker: the one at {self._line.address} was started anew; submit the request again")
+                WorkerLostError(f"worker: the worker at {self._line.address} was restarted; submit the request again")
             )
         elif self._worker is not None:
             for notice in self._window.notices:
@@ -529,12 +533,12 @@ class Connection:
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
-        """The worker has taken what was sent before it was asked."""
+        """Note that the worker has received everything that was sent before it was asked."""
         self._window.unconfirmed = 0
         self._send_queued()
 
     def _send_queued(self) -> None:
-        """Send queued calls, until the worker has to confirm what was sent."""
+        """Send queued calls, until the worker must confirm receipt."""
         while self._window.has_next:
             id = self._window.queue.popleft()
             if (call := self.calls.get(id)) is not None:
@@ -544,7 +548,7 @@ class Connection:
         assert self._worker is not None
         limit = self._worker.limits["max_message_bytes"]
         if (found := len(call.frame)) > limit:
-            text = f"expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit"
+            text = f"has {found} bytes (limit {limit}, max_message_bytes); send less, or raise the limit"
             self.calls.finish(id, MessageTooLargeError(f"message: {text}", value=found, limit=limit))
             return
         call.was_sent = True

@@ -1,7 +1,8 @@
-"""What it takes to let a sample go on that ended early: the request for the rest of it, and the whole of both parts.
+"""The continuation of a sample that ended early: the request for its rest, and the join of both parts.
 
-A token depends on the weights, the tokens before it, its position and the sample's own seed. So the rest of a sample is
-asked for as sample 0 of a request whose prompt ends in the tokens that are there, and whose seed gives the same noise.
+A token depends on the weights, the tokens before it, its position, and the sample's own seed. The rest of a sample is
+therefore requested as sample 0 of a request with the existing tokens at the end of its prompt, and with a seed that
+gives the same noise.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ..protocol import tokens_to_bytes
 
 
 def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
-    """Whether there is more to come of a sample. Only the worker knows whether the context of one of finish reason
-    `length` has room, where `max_tokens` is None.
+    """Return whether a sample can be continued.
+
+    For finish reason `length` without `max_tokens`, only the worker knows whether the context has room.
     """
     if sample.finish_reason == "length":
         return params.max_tokens is None or len(sample.token_ids) < params.max_tokens
@@ -30,38 +32,39 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
 def continuation(
     position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
 ) -> dict[str, Any]:
-    """The content of the request for the rest of `sample`, the one at `position` of a call; `params` are those of the
-    whole. Raise InvalidRequestError.
+    """Return the fields of the request for the rest of `sample`, at `position` of a call.
+
+    `params`: the parameters of the whole sample. Raise InvalidRequestError if they do not fit the sample.
     """
     num_prior, field = len(sample.token_ids), f"samples[{position}]"
     if params.max_tokens is not None and params.max_tokens <= num_prior:
         raise InvalidRequestError(
-            f"{field}: expected max_tokens above the {num_prior} tokens that it has, found "
-            f"{params.max_tokens}; give the parameters that it was asked for with",
+            f"{field}: max_tokens is {params.max_tokens}, but the sample already has {num_prior} tokens; give the "
+            "parameters of the original call",
             field=field,
             value=params.max_tokens,
             limit=num_prior + 1,
         )
     if (params.logprobs is None) != (sample.logprobs is None):
         raise InvalidRequestError(
-            f"{field}: expected log-probs in both parts or in none, found logprobs = {params.logprobs!r} "
-            "for the rest; give the parameters that it was asked for with",
+            f"{field}: logprobs = {params.logprobs!r} would give log-probs to only one part of the sample; give the "
+            "parameters of the original call",
             field=field,
             value=params.logprobs,
         )
     top_logprobs = None if sample.top_token_ids is None else sample.top_token_ids.shape[1]
     if params.top_logprobs != top_logprobs:
         raise InvalidRequestError(
-            f"{field}: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
-            "for the rest; give the parameters that it was asked for with",
+            f"{field}: top_logprobs is {params.top_logprobs}, but the sample has {top_logprobs}; give the parameters "
+            "of the original call",
             field=field,
             value=params.top_logprobs,
             limit=top_logprobs,
         )
     if sample.token_ids and params.return_routed_experts != (sample.routed_experts is not None):
         raise InvalidRequestError(
-            f"{field}: expected routed experts of both parts or of none, found return_routed_experts = "
-            f"{params.return_routed_experts} for the rest; give the parameters that it was asked for with",
+            f"{field}: return_routed_experts = {params.return_routed_experts} would give routed experts to only one "
+            "part of the sample; give the parameters of the original call",
             field=field,
             value=params.return_routed_experts,
         )
@@ -80,7 +83,7 @@ def continuation(
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
-    """The sample that two parts make. Where the seam lies within one version, so does a span."""
+    """Join the two parts of a sample. Merge the spans at the seam if they have the same version."""
     return replace(
         first,
         token_ids=first.token_ids + rest.token_ids,
@@ -94,7 +97,7 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
 
 
 def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
-    """Those of the rest begin with the prompt again, and with the tokens that were there."""
+    """Join the routes. Those of the rest begin again with the prompt and the existing tokens."""
     if first is None or rest is None:
         return first if rest is None else rest
     return np.concatenate((first, rest[len(first) :]))

@@ -1,7 +1,7 @@
 """Starts a worker process and ends it.
 
-Owns: the child process, and what a killed one leaves behind. The child reads its settings from a pipe that stays open:
-when the parent closes it or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
+Owns: the child process, and the cleanup after a killed one. The child reads its settings from a pipe that stays open.
+When the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ...engine.config import EngineConfig
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
 
-# -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.worker.process")
 STOP_MARGIN_SECONDS = 10.0
-"""How long after its drain deadline a worker may take to abort what is left and to exit, before it is killed."""
+"""Time beyond its drain deadline in which a worker may abort the remaining requests and exit, before it is killed."""
 
 
 class WorkerProcess:
-    """A worker that runs as a child process: `address` to connect to, `pid`. As a context manager it stops at the end.
+    """A worker that runs as a child process. `address`: address to connect to. A context manager that stops the worker.
 
-    A process forked from this one holds the child's pipe open: then the child outlives this process until that one
-    ends.
+    A process that is forked from this one holds the child's pipe open: the child then lives until that process ends,
+    too.
     """
 
     def __init__(
@@ -43,9 +43,7 @@ class WorkerProcess:
         startup_timeout: float,
         command: tuple[str, ...] = WORKER_COMMAND,
     ) -> None:
-        """Start the child and wait until it is ready. Raises what kept it from that: ConfigError, ModelError,
-        WorkerFailedError.
-        """
+        """Start the child and wait until it is ready. Raise ConfigError, ModelError or WorkerFailedError otherwise."""
         self._folder: Path | None = None
         self._drain_seconds = worker.drain_seconds
         self._process = subprocess.Popen(
@@ -57,25 +55,25 @@ class WorkerProcess:
             if worker.address is None:
                 self._folder = Path(self.address.removeprefix("ipc://")).parent
         except BaseException:
-            self.close()  # it removes its folder, which is not known here yet
+            self.close()  # the worker removes its folder, which is not known here yet
             raise
 
     @property
     def pid(self) -> int:
-        """Of the child process."""
+        """Id of the child process."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while the process runs; negative if a signal ended it."""
+        """Exit code: None while the process runs, negative if a signal ended it."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait until the process ends; returns its exit code."""
+        """Wait until the process ends. Return its exit code."""
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit; kill it if it does not within its deadline. Harmless if it has ended."""
+        """Let the worker drain and exit; kill it if it does not meet its deadline. No-op if it has ended."""
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -84,14 +82,14 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End the worker at once. Open requests are lost."""
+        """Kill the worker. Open requests are lost."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that was not killed has removed it itself
+            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that was not killed has done this itself
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -102,7 +100,7 @@ class WorkerProcess:
     def _configure(self, worker: WorkerConfig, engine: EngineConfig) -> None:
         settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: reading its outcome will tell how
+        with contextlib.suppress(BrokenPipeError):  # the child has ended already; its outcome says why
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
 
     def _wait_until_ready(self, deadline: float) -> str:
@@ -129,12 +127,12 @@ class WorkerProcess:
 
 
 def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any) -> WorkerProcess:
-    """Start a worker that serves `model`, and return when it is ready.
+    """Start a worker that serves `model`. Return when it is ready.
 
-    `settings` are those of EngineConfig and of WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
-    `address="tcp://127.0.0.1:5555"`. `startup_timeout` is in seconds. Raises ConfigError for an unknown setting or a
-    wrong value, ModelError if the model cannot be loaded, WorkerFailedError if the process ends early or is not ready
-    in time.
+    `settings`: settings of EngineConfig and WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
+    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: in seconds. Raise ConfigError for an unknown setting or a wrong
+    value, ModelError if the model cannot be loaded, and WorkerFailedError if the process ends early or is not ready in
+    time.
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
     return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)

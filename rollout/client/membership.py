@@ -1,7 +1,7 @@
-"""Who is in a fleet: all that its clients and publishers have to be told.
+"""The members of a fleet, as its clients and publishers learn them.
 
-Whoever keeps workers running says it, by an object (`Fleet`), by a file that is replaced at every change, or once and
-for all by addresses. Imports neither ray nor zmq.
+The process that keeps the workers running publishes the members through an object (`Fleet`) or a file that it replaces
+at every change. A fixed list of addresses also works. Imports neither ray nor zmq.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 MOST_FILE_BYTES = 2**21
-"""Of the file of a fleet: 1,024 workers, each with what troubles it."""
+"""Limit on the file of a fleet. It has room for 1,024 workers, each with the text of its trouble."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
 
@@ -33,10 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Member:
-    """A worker of a fleet. `name`: of its place in it, which one that replaces it gets too. `incarnation`: differs for
-    each process that has the place, empty if that is not known. `standing`: it may be asked (`serving`), has not the
-    fleet's weights yet (`joining`), or ends once it has finished what it has (`leaving`). `trouble`: why the last
-    attempt to bring it to the fleet's weights failed; empty if none did.
+    """A worker of a fleet.
+
+    - `name`: name of its place in the fleet, which a replacement inherits.
+    - `incarnation`: differs for each process in this place; empty if unknown.
+    - `standing`: `serving` (may get requests), `joining` (does not have the fleet's weights yet) or `leaving` (ends
+      once its requests have finished).
+    - `trouble`: why the last attempt to bring it to the fleet's weights failed; empty if it did not.
     """
 
     name: str
@@ -47,26 +50,26 @@ class Member:
 
     @property
     def key(self) -> str:
-        """Of its process, among those that have been there."""
+        """Identifier of the worker's process among all processes that have been in the fleet."""
         return f"{self.name}#{self.incarnation}@{self.address}"
 
     @property
     def told(self) -> str:
-        """Its trouble, with its name."""
+        """The trouble, with the worker's name."""
         return f"{self.name}: {self.trouble}"
 
 
 class Membership(Protocol):
-    """What tells who is in a fleet."""
+    """A source of the current members of a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Each name once. Called often, from any thread: it must not wait."""
+        """Return the members, each name once. Called often, from any thread: it must not block."""
         ...
 
 
 @dataclass(frozen=True)
 class PushNote:
-    """A push that all workers of a fleet have committed. `push_id`: 32 hex digits, of this push alone."""
+    """A push that all workers of a fleet have committed. `push_id`: 32 hex digits, unique to this push."""
 
     version: int
     push_id: str
@@ -74,28 +77,28 @@ class PushNote:
 
 @runtime_checkable
 class KeepsPush(Protocol):
-    """What replaces workers, and has to know which weights they are to serve."""
+    """A keeper of workers, which must know the weights that a replacement has to serve."""
 
     def note_push(self, note: PushNote) -> None:
-        """Note that all workers serve this push now. They may all be lost before anything else has seen it."""
+        """Note that all workers serve this push now. They may all be lost before anything else has noted it."""
         ...
 
 
 FleetArg: TypeAlias = Membership | str | Path | Sequence[str]
-"""A `Membership`, such as a `Fleet`; the file that one writes; or the addresses of workers, with commas between them in
-one string.
+"""A `Membership`, such as a `Fleet`; the path of the file that a fleet writes; or the addresses of workers, as a list
+or as a string with commas between them.
 """
 
 
 class Addresses:
-    """Workers that are always the same."""
+    """A fixed list of workers."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         listed = list(addresses)
         if not listed or not all(isinstance(address, str) and address for address in listed):
-            raise ConfigError(f"fleet: expected the addresses of its workers, found {brief(addresses)}; give a list")
+            raise ConfigError(f"fleet: expected a list of worker addresses, found {brief(addresses)}; give a list")
         if len(set(listed)) != len(listed):
-            raise ConfigError(f"fleet: expected each worker once, found {brief(listed)}; leave the others out")
+            raise ConfigError(f"fleet: an address comes twice in {brief(listed)}; give each worker once")
         self._members = tuple(Member(address, address) for address in listed)
 
     def members(self) -> Sequence[Member]:
@@ -103,7 +106,7 @@ class Addresses:
 
 
 class FleetFile:
-    """The members that a file names, as `write_members` wrote it last."""
+    """The members in a file, as `write_members` wrote them last."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -112,7 +115,7 @@ class FleetFile:
         self._read()
 
     def members(self) -> Sequence[Member]:
-        """Those of before while the file cannot be read."""
+        """Return the members; the last known ones while the file cannot be read."""
         try:
             self._read()
         except ConfigError:
@@ -121,13 +124,13 @@ class FleetFile:
         return self._members
 
     def note_push(self, note: PushNote) -> None:
-        """Leave a note for the process that keeps the fleet, beside its file. Raise ConfigError."""
+        """Leave a note for the fleet's keeper in a file beside the fleet's. Raise ConfigError if that is impossible."""
         try:
             mode = stat.S_IMODE(self._path.stat().st_mode)  # the same users may read both
             _replace(version_file(self._path), json.dumps(asdict(note)), mode)
         except OSError as error:
             raise ConfigError(
-                f"fleet: expected a folder that trainers may write to around {self._path}, found {error}; allow it"
+                f"fleet: cannot write into the folder of {self._path}: {error}; let trainers write to it"
             ) from None
 
     def _read(self) -> None:
@@ -139,18 +142,18 @@ class FleetFile:
                 self._members = _members_in(read_text(file, MOST_FILE_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"fleet: expected the file of a fleet, found {self._path}: {said(error)}; give the one that Fleet or "
+                f"fleet: {self._path} is not the file of a fleet: {said(error)}; give the file that Fleet or "
                 "`trueroll fleet` was told to write, or the addresses of workers"
             ) from None
         self._seen = seen
 
 
 def _members_in(text: str) -> tuple[Member, ...]:
-    """Raise ValueError, or RecursionError, for what `write_members` does not write."""
+    """Parse the members. Raise ValueError or RecursionError for a text that `write_members` does not write."""
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
-        raise ValueError("it is no JSON map with a list of members")
+        raise ValueError("it is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
         raise ValueError("it names a member twice")
@@ -160,24 +163,27 @@ def _members_in(text: str) -> tuple[Member, ...]:
 def _member_of(entry: Any) -> Member:
     names = {field.name for field in fields(Member)}
     if not isinstance(entry, dict) or not entry.keys() <= names:
-        raise ValueError(f"a member is no map of {', '.join(sorted(names))} (got {brief(entry)})")
+        raise ValueError(f"a member is not a map of {', '.join(sorted(names))} (got {brief(entry)})")
     if not all(isinstance(value, str) for value in entry.values()):
-        raise ValueError("a field of a member is no string")
+        raise ValueError("a field of a member is not a string")
     if not (entry.get("name") and entry.get("address")):
         raise ValueError("a member has no name or no address")
     if entry.get("standing", "serving") not in get_args(Standing):
-        raise ValueError(f"a member's standing is {brief(entry['standing'])}, none of {', '.join(get_args(Standing))}")
+        raise ValueError(
+            f"a member's standing is {brief(entry['standing'])}, not one of {', '.join(get_args(Standing))}"
+        )
     return Member(**entry)
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
-    """Replace the file as a whole. It holds addresses alone, no key. `mode`: of the file, less the umask."""
+    """Replace the file as a whole. It holds only addresses, no keys. `mode`: mode of the file, before the umask."""
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
 
 class MembersFile:
-    """The file of a fleet, kept up to date by the process that keeps the workers running. `is_stale`: the last write
-    failed; the next call of `tell` makes it again.
+    """The file of a fleet, written by the process that keeps the workers running.
+
+    `is_stale`: True if the last write failed. The next call of `tell` repeats it.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -186,7 +192,7 @@ class MembersFile:
         self._told: Sequence[Member] | None = None
 
     def tell(self, members: Sequence[Member]) -> None:
-        """Have the file say who is in the fleet. Log the first of several writes that fail."""
+        """Write the members to the file if they have changed. Log only the first of several failed writes."""
         if members == self._told and not self.is_stale and self._path.exists():
             return
         try:
@@ -198,17 +204,17 @@ class MembersFile:
             self.is_stale = True
 
     def remove(self) -> None:
-        """Remove the file, if it is there."""
+        """Remove the file if it exists."""
         self._path.unlink(missing_ok=True)
 
 
 def version_file(path: Path) -> Path:
-    """Where a trainer in another process notes what it has pushed to the fleet with the file `path`."""
+    """Return the path at which a trainer in another process notes its pushes to the fleet with the file `path`."""
     return path.with_name(f"{path.name}.version")
 
 
 def noted_push(path: Path) -> PushNote | None:
-    """The push that was noted there; None if none was, or the file is not as `note_push` writes it."""
+    """Return the noted push; None if there is none, or if `note_push` did not write the file."""
     try:
         with open_regular(version_file(path)) as file:
             content = json.loads(read_text(file, MOST_NOTE_BYTES))
@@ -234,12 +240,12 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def is_fleet(target: str) -> bool:
-    """Whether a string means a fleet: a file, or several addresses; not the address of one worker."""
+    """Return whether a string means a fleet (a file or several addresses), not the address of one worker."""
     return "://" not in target or "," in target
 
 
 def membership_of(fleet: FleetArg) -> Membership:
-    """What tells who is in a fleet, whichever way it is given. Raise ConfigError."""
+    """Return the membership that `fleet` stands for. Raise ConfigError if it is invalid."""
     if isinstance(fleet, str) and "://" in fleet:
         return Addresses([address.strip() for address in fleet.split(",")])
     if isinstance(fleet, str | Path):

@@ -1,6 +1,6 @@
-"""What a caller gives, as messages: each maker checks it, and raises InvalidRequestError that says what to correct.
+"""Turns a caller's arguments into messages. Raises InvalidRequestError, which says what to correct, for invalid ones.
 
-Pure: knows no connection, and sends nothing.
+Pure: uses no connection and sends nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
+    """Return a message for each prompt. With `errors` `return`, the error of a prompt takes the place of its message.
 
-    `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and, where they are wanted, `deltas`.
+    `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
     if errors not in ("raise", "return"):
-        text = f"errors: expected raise or return, found {brief(errors)}"
+        text = f"errors: must be raise or return (got {brief(errors)})"
         raise InvalidRequestError(text, field="errors", value=errors)
     given = _listed(prompts, "prompts")
     count, made = len(given), []
@@ -69,7 +69,7 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """By position, a message for each sample that goes on. `demand`: `min_weight_version` and `wait_for_weights`."""
+    """Return a message for each sample to continue, by position. `demand`: `min_weight_version`, `wait_for_weights`."""
     given = _listed(prompts, "prompts")
     _check_count("samples", "one for each of", len(samples), len(given))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
@@ -83,7 +83,7 @@ def continue_requests(
 
 
 def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
-    """By position, a message for each sequence, with these fields."""
+    """Return a message for each sequence, by position. `fields`: further fields of each message."""
     arrays = [
         protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
     ]
@@ -95,20 +95,22 @@ def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, prot
 
 
 def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:
-    """The parameters of each prompt, with its own seed, if the call has one."""
+    """Return the parameters of each prompt, with a seed of its own if the call has a seed."""
     own, seed = [params.seed for params in all_params if params.seed is not None], plain(seed)
     if seed is None:
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
-                f"params: expected no seed in those for {len(all_params)} prompts, as each would draw the same noise, "
-                f"found {given.seed}; give generate(..., seed={given.seed}), or a list of params",
+                f"params: with seed {given.seed} all {len(all_params)} prompts would draw the same noise; give "
+                f"generate(..., seed={given.seed}), or a list of params",
                 field="params",
                 value=given.seed,
             )
         return all_params
     if own or type(seed) is not int or not 0 <= seed < 2**64:
-        found = f"one in params as well, {own[0]}" if own else brief(seed)
-        text = f"seed: expected one integer in [0, 2**64) for the call, found {found}"
+        if own:
+            text = f"seed: the params have a seed too ({own[0]}); give only one of them"
+        else:
+            text = f"seed: must be an integer in [0, 2**64) (got {brief(seed)})"
         raise InvalidRequestError(text, field="seed", value=seed)
     return [params.model_copy(update={"seed": derive_seed(seed, i)}) for i, params in enumerate(all_params)]
 
@@ -119,7 +121,7 @@ def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
     most = protocol.MAX_ID_CHARS
     for id in all_ids:
         if not (isinstance(id, str) and 1 <= len(id) <= most):
-            text = f"request_ids: expected 1 to {most} characters, found {brief(id)}"
+            text = f"request_ids: an id must have 1 to {most} characters (got {brief(id)})"
             raise InvalidRequestError(text, field="request_ids", value=id, limit=most)
     return all_ids
 
@@ -131,7 +133,7 @@ def _check_count(field: str, expected: str, found: int, count: int) -> None:
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """A message made of what the caller gave, scalars of numpy included. Raises InvalidRequestError."""
+    """Make a message of a caller's arguments, including numpy scalars. Raise InvalidRequestError if one is invalid."""
     try:
         return kind(**{name: plain(value) for name, value in fields.items()})
     except ValidationError as error:
@@ -139,12 +141,12 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Raise InvalidRequestError for a table: padding in its rows would be taken for tokens."""
+    """Return the sequences as a list. Raise InvalidRequestError for a table: its padding would be taken for tokens."""
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__
         raise InvalidRequestError(
-            f"{field}: expected a list of sequences of token ids without padding, found one {found}; "
-            "of padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]",
+            f"{field}: must be a list of token id sequences without padding (got a {found}); "
+            "for padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]",
             field=field,
         )
     return list(sequences)
@@ -154,11 +156,11 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence):
-        text = f"params: expected SamplingParams, or a sequence of them, found {brief(params)}"
+        text = f"params: must be SamplingParams or a sequence of them (got {brief(params)})"
         raise InvalidRequestError(text, field="params", value=params)
     _check_count("params", "one, or one for each of", len(params), count)
     for i, each in enumerate(params):
         if not isinstance(each, SamplingParams):
-            text = f"params[{i}]: expected SamplingParams, found {brief(each)}"
+            text = f"params[{i}]: must be SamplingParams (got {brief(each)})"
             raise InvalidRequestError(text, field=f"params[{i}]", value=each)
     return list(params)

@@ -1,4 +1,4 @@
-"""Files of a few bytes that somebody else may have put there: read only if they are regular, and up to a limit."""
+"""Reads small files that another user may have put there: only if they are regular, and up to a limit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import BinaryIO
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Never waits, as opening a pipe would.
+    """Open a regular file for reading. Does not block, as opening a pipe would.
 
-    Raise OSError if it cannot be opened, ValueError if it is a pipe, a device or a folder.
+    Raise OSError if it cannot be opened, and ValueError if it is a pipe, a device or a folder.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         yield file
 
 
 def read_text(file: BinaryIO, max_bytes: int) -> str:
-    """The text of a file, in UTF-8. Raise ValueError if it has more than `max_bytes`, or is no UTF-8."""
+    """Return the text of a UTF-8 file. Raise ValueError if it has more than `max_bytes` or is not UTF-8."""
     content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
@@ -31,9 +31,9 @@ def read_text(file: BinaryIO, max_bytes: int) -> str:
 
 
 def check_printable(value: object) -> None:
-    """Raise ValueError if a string in a value read from JSON or TOML, or a key, has a character that is not printable.
+    """Raise ValueError if a string or key in a value from JSON or TOML has a character that is not printable.
 
-    `value`: of any depth.
+    `value`: a value of any depth.
     """
     left = [value]
     while left:

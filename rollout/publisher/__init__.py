@@ -1,5 +1,5 @@
-"""Weights from a trainer to the workers at some addresses, or of a fleet.
+"""Pushes of weights from a trainer to workers, given by their addresses or by a fleet.
 
-Owns: which workers a push goes to, and the calls that it makes to them. Does not own: what travels and how
-(`weight_sync`).
+Owns: the choice of the workers for a push, and the calls to them. Does not own: the content of a push, or how it
+travels (`weight_sync`).
 """

@@ -1,15 +1,20 @@
-"""The trainer's side: `WeightPublisher` pushes weights to workers, none of which commits them before all have verified.
+"""The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits them before all have verified.
 
-`WorkerClients` owns one client of each worker, all on one event loop on a thread of its own, and which did not answer
-last: every call ends within its timeout, or as soon as the worker is no member of its fleet any more, and the first
-worker that fails ends a call to all of them with an error that names it, but a greeting, which waits for all.
-`WeightPublisher` owns which workers there are, and what each of them was last known to serve. Not owned here: how
-weights travel (`WeightSender`), and the trainer's tensors. Promises: `push` returns when every worker that was not left
-out serves the new weights, or raises an error that says which worker failed and what each of the others serves: all of
-them the old weights, unless one failed at its commit; every wait for a worker has a deadline, but not what CUDA itself
-waits for behind a broadcast of NCCL's; after a failure the next push needs nothing restarted here; a worker that does
-not answer when a push begins costs it `ANSWER_SECONDS`, and the next ones `LOST_SECONDS` each; a push to a fleet is
-made again without what is lost on the way, where the tensors can be read again.
+- `WorkerClients` owns a client of each worker, all on one event loop on a thread of its own. It remembers which workers
+  did not answer last. Every call ends within its timeout, or as soon as the worker has left its fleet. A call to all
+  workers ends when the first one fails, with an error that names it; a greeting waits for all.
+- `WeightPublisher` owns the list of workers, and what each of them was last known to serve.
+
+Does not own: how weights travel (`WeightSender`), or the trainer's tensors.
+
+Promises:
+
+- `push` returns when every worker that was not left out serves the new weights. Otherwise it raises an error that says
+  which worker failed and what each worker serves: the old weights, unless a worker failed at its commit.
+- Every wait for a worker has a deadline. Waits of CUDA itself behind an NCCL broadcast have none.
+- After a failure nothing must be restarted here before the next push.
+- A worker that does not answer when a push begins costs it `ANSWER_SECONDS`, and later pushes `LOST_SECONDS` each.
+- If a worker of a fleet is lost during a push, the push is repeated without it, if the tensors can be read again.
 """
 
 from __future__ import annotations
@@ -61,23 +66,24 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Between two looks at the workers that joined during a push. Clients look more often, and then ask none of these."""
+"""Interval of checks of workers that joined during a push. Clients check more often, and send them no requests."""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
-"""How the greeting of a worker ends that does not answer, still loads its model, or has failed."""
+"""Errors when greeting a worker that does not answer, still loads its model, or has failed."""
 
 ANSWER_SECONDS = 5.0
-"""How long a worker may take to answer a greeting: it does so at once, also while it computes, unless it is stopped."""
+"""Time to answer a greeting. A worker answers at once, even while it computes, unless it is stopped."""
 LOST_SECONDS = 1.0
-"""The same for one that did not answer the greeting before."""
+"""Time to answer a greeting for a worker that did not answer the last one."""
 FOLLOW_SECONDS = 0.1
-"""Between two looks at the members of the fleet."""
+"""Interval at which the members of the fleet are checked."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerClients:
-    """A client of each worker at `addresses`: the `PushTargets` of a push. A position is an index into them. `keys`:
-    `server_public_key` and `client_key` of `RolloutClient`. `membership`: of the fleet that they are in.
+    """A client of each worker at `addresses`: the `PushTargets` of a push. A position is an index into `addresses`.
+
+    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: membership of the workers' fleet.
     """
 
     def __init__(
@@ -88,9 +94,9 @@ class WorkerClients:
         membership: Membership | None = None,
     ) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
-            raise ConfigError(f"addresses: expected a list of strings, found {addresses!r:.80}; give a list")
+            raise ConfigError(f"addresses: must be a list of strings (got {addresses!r:.80})")
         if len(set(addresses)) != len(addresses):
-            raise ConfigError(f"addresses: expected each worker once, found {list(addresses)}; leave the others out")
+            raise ConfigError(f"addresses: an address comes twice in {list(addresses)}; give each worker once")
         self.addresses = tuple(addresses)
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
@@ -100,19 +106,20 @@ class WorkerClients:
 
     @property
     def are_members(self) -> bool:
-        """Whether none has left its fleet since."""
+        """Return whether all workers are still members of the fleet."""
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Those at these positions, by the same clients, which end with this one."""
+        """Return the workers at these positions. They share the clients of this object, and close with it."""
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)
         chosen._clients = [self._clients[position] for position in positions]
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """What each worker wants, or in its place the error: DeadlineError where nothing answers. Waits for at most
-        `timeout`, but much shorter where nothing answers soon.
+        """Return what each worker wants, or its error: DeadlineError if it does not answer.
+
+        Waits at most `timeout` seconds, and much less for workers that do not answer soon.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -123,18 +130,19 @@ class WorkerClients:
     def ask(
         self, what: str, calls: protocol.PushCall | Sequence[protocol.PushCall], timeout: float
     ) -> Future[list[protocol.PushStatus]]:
-        """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon
-        as one failed.
+        """Send each worker its call, or all workers the same call.
+
+        The future has the replies in the order of the workers. It raises WorkerFailure as soon as one worker failed.
         """
         each = calls if isinstance(calls, Sequence) else [calls] * len(self.addresses)
         return self._thread.submit(self._ask_until_failure(what, each, timeout))
 
     def ask_all(self, call: protocol.PushCall, timeout: float) -> list[protocol.PushStatus | TruerollError]:
-        """Send every worker a call, and wait for all the replies, or the errors in their place."""
+        """Send every worker a call and wait. Return each worker's reply or error."""
         return self._thread.submit(self._ask_all(call, timeout)).result()
 
     def close(self) -> None:
-        """Disconnect, and end the thread."""
+        """Disconnect and end the thread."""
         self._thread.end(self._close)
 
     async def _close(self) -> None:
@@ -172,15 +180,16 @@ class WorkerClients:
         try:
             return await asyncio.wait_for(self._clients[position].ask(call), timeout)
         except TimeoutError:
-            raise DeadlineError(f"{call.type}: expected an answer within {timeout} s, found none") from None
+            raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
             if self.addresses[position] in self._gone:
-                raise WorkerLostError("worker: it is no member of its fleet any more; see the fleet's log") from None
+                raise WorkerLostError("worker: has left its fleet; see the fleet's log") from None
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Close the clients of workers that are members no more, so that no call waits for them: a fleet notices
-        sooner than a client that a worker has ended.
+        """Close the clients of workers that have left the fleet, so that no call waits for them.
+
+        A fleet notices the end of a worker sooner than a client does.
         """
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -197,40 +206,43 @@ class WorkerClients:
 
 @dataclass(frozen=True)
 class _Party:
-    """The workers of a push, what each of them wants, and the addresses of those that are left out."""
+    """The workers of a push, what each of them wants, and the addresses of the workers that are left out."""
 
     workers: WorkerClients
     replies: list[protocol.Weights]
     left_out: list[str]
 
     def where(self, holds: Callable[[str, protocol.Weights], bool]) -> _Party:
-        """The part of it for which that holds."""
+        """Return the part of the workers for which `holds` returns True."""
         told = enumerate(zip(self.workers.addresses, self.replies, strict=True))
         chosen = [position for position, (address, reply) in told if holds(address, reply)]
         return _Party(self.workers.at(chosen), [self.replies[position] for position in chosen], self.left_out)
 
 
 class WeightPublisher:
-    """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over the network, or
-    safetensors on `disk`. Any thread may call it, one call at a time; during a push nothing may change the tensors or,
-    where they are sharded, use their process group.
+    """Pushes weights to workers. Any thread may call it, one call at a time.
 
-    Where tensors and workers are on GPUs, weights stay in their memory: with `shared` if all are on the same GPU (CUDA
-    IPC), with `collective` if each is on another one (NCCL; two on one GPU are refused). Otherwise, and with `sparse`,
-    they go through host memory, and `collective` uses gloo.
+    During a push nothing may change the tensors or, if they are sharded, use their process group.
 
-    `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
-    `disk`, where a folder for each push is written; older ones are removed; it is made with mode 0700 if it is not
-    there and otherwise keeps its mode. `host`: for `collective`, the address of this machine that workers can reach, by
-    default 127.0.0.1; what travels there is neither encrypted nor authenticated.
-    `sparse`: send only the elements that changed since the last push, where the workers still serve that; this keeps a
-    copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests: they go on under the
-    new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with what they have
-    (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a push that fails
-    then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and infinities.
-    `on_lost`: with a worker that does not answer when a push begins, or still loads its model, the push is an error
-    (`raise`), or goes on to the others (`skip`) and to that one again once it is back. `server_public_key`,
-    `client_key`: see `RolloutClient`; the client's role must be control.
+    - `transport`: `shared` (memory of one machine), `collective` (a process group over the network) or `disk`
+      (safetensors files). With tensors and workers on GPUs the weights stay in GPU memory: with `shared` if all are on
+      the same GPU (CUDA IPC), with `collective` if each is on another GPU (NCCL; two on one GPU are refused).
+      Otherwise, and with `sparse`, they go through host memory, and `collective` uses gloo.
+    - `timeout`: limit on each wait, in seconds. With `disk` it includes the time in which a worker reads the folder.
+    - `folder`: for `disk`, the parent of a folder for each push. Older pushes in it are removed. A new parent gets mode
+      0700; an existing one keeps its mode.
+    - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. Its traffic is
+      neither encrypted nor authenticated.
+    - `sparse`: send only the elements that changed since the last push, to workers that still serve that push. It keeps
+      a copy of the weights in the trainer.
+    - `in_flight`: what happens to a worker's running requests: `recompute` continues them with the new weights; `drain`
+      lets them finish first, within `drain_timeout` seconds; `abort` ends them with their tokens so far.
+    - `in_place`: write into the live weights, for workers without memory for a second set. After a failed push a worker
+      then generates nothing until a push succeeds.
+    - `reject_nonfinite`: refuse NaN and infinities.
+    - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model: `raise` fails
+      the push; `skip` pushes to the others, and to this one again once it is back.
+    - `server_public_key`, `client_key`: see `RolloutClient`. The client's role must be control.
     """
 
     def __init__(
@@ -252,10 +264,10 @@ class WeightPublisher:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
         _check(in_flight in get_args(InFlight), "in_flight", f"one of {', '.join(get_args(InFlight))}", in_flight)
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
-        _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 seconds, at most 86400", timeout)
-        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 seconds, at most 86400", drain_timeout)
-        _check((folder is None) == (transport != "disk"), "folder", "one for disk, none otherwise", folder)
-        _check(host is None or transport == "collective", "host", f"none for {transport}", host)
+        _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 and at most 86400 seconds", timeout)
+        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 and at most 86400 seconds", drain_timeout)
+        _check((folder is None) == (transport != "disk"), "folder", "given for disk, and for disk alone", folder)
+        _check(host is None or transport == "collective", "host", f"None for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
         self._transport = transport
@@ -271,14 +283,14 @@ class WeightPublisher:
         self._keys = server_public_key, client_key
         self._workers: WorkerClients | None = None
         self._latest: dict[str, str] = {}
-        """By address, the push that was committed there last."""
+        """By address, the id of the push that was last committed there."""
         self._terms: tuple[int, bool] | None = None
         """Version and `allow_older` of the last push."""
         self._instances: dict[str, str] = {}
-        """By address, the process that was there when a push began last."""
+        """By address, the `instance` of the process that was there when the last push began."""
         self._fleet: Membership | None = None
         self._taken_out: set[str] = set()
-        """Of the push under way to a fleet: the addresses of workers that were lost."""
+        """Addresses of workers that were lost during the current push to a fleet."""
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Push to these workers from now on, and to no others. Sends nothing yet."""
@@ -287,13 +299,13 @@ class WeightPublisher:
         self._workers = workers
 
     def connect_fleet(self, fleet: FleetArg) -> None:
-        """From now on push to the workers that serve in `fleet` when a push begins: a `Fleet`, its file, or the
-        addresses of workers. Sends nothing yet.
+        """Push to the workers of `fleet` from now on: to those that serve when a push begins. Sends nothing yet.
 
-        A worker that is lost during a push is taken out of it, and the push made again to the others, unless the
-        tensors came from an iterator or are sharded. A push of adapters alone is made again with the weights that they
-        are added to if a worker has others. The fleet itself brings the weights to the worker that replaces it, and to
-        workers that join later; a worker that joins while none serves is pushed to.
+        `fleet`: a `Fleet`, its file, or addresses of workers. A worker that joins while none serves also gets pushes.
+
+        If a worker is lost during a push, the push is repeated without it, unless the tensors came from an iterator or
+        are sharded. If a worker lacks the base weights in a push of adapters alone, the push is repeated with these
+        weights. The fleet itself brings the weights to replacements, and to workers that join later.
         """
         membership = membership_of(fleet)
         self._disconnect()
@@ -302,19 +314,21 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        The version is at most 2**63 - 2, and later than the version that each worker serves, 0 at first and after a
-        restart, unless `allow_older`: then samples of two different weights may carry the same version.
+        Raise PushError if not all workers have committed; the next push then sends every tensor whole.
 
-        `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
-        on any device. Where they are sharded (DTensor, as by FSDP2), every rank of the trainer calls this with the same
-        names in the same order: rank 0 gathers one after the other and pushes, the others return when it is done, or
-        raise what it raises. Of DistributedDataParallel the module inside is pushed, by rank 0 alone. Raise
-        PushError if not all workers have committed; the next push then sends every tensor whole.
+        - `tensors`: a module, or tensors with Hugging Face names as a mapping or an iterable of pairs, of any dtype and
+          on any device. If tensors are sharded (DTensor, as by FSDP2), every rank of the trainer must call this with
+          the same names in the same order. Rank 0 gathers the tensors one by one and pushes them; the other ranks
+          return or raise when it does. With DistributedDataParallel only rank 0 calls this, and the module inside is
+          pushed.
+        - `version`: at most 2**63 - 2, and later than the version that each worker serves, which is 0 at first and
+          after a restart.
+        - `allow_older`: accept any version. Samples of different weights may then carry the same version.
+        - `adapters`: of a PEFT model send only A and B, and `modules_to_save`, to workers that already have the other
+          weights, from their checkpoint or from a push without `adapters`. Checksums verify this, but do not notice
+          changes of a frozen weight through `.data`.
 
-        A model of PEFT is sent as it is, and workers add its LoRA adapter to its weights, as an aligned forward pass
-        does. `adapters`: send A and B alone, and `modules_to_save`, to workers that have the other weights already,
-        from their checkpoint or from a push without `adapters`: checksums tell. What changes a frozen weight through
-        `.data` is not noticed by them.
+        A PEFT model is sent as it is. Workers add its LoRA adapter to its weights, as an aligned forward pass does.
         """
         version = plain(version)
         is_version = type(version) is int and 0 <= version <= LAST_VERSION
@@ -322,14 +336,14 @@ class WeightPublisher:
         self._taken_out.clear()
         alone = adapters
         while True:
-            again = bool(self._taken_out)  # some may have committed the version before another one was lost
+            again = bool(self._taken_out)  # some may have committed the version before another worker was lost
             push = partial(self._push, version=version, allow_older=allow_older or again)
             try:
                 result = self._push_on_all_ranks(tensors, alone, push)
             except PushError as error:
                 if not self._takes_out(error, tensors):
                     raise
-                log.warning("push of version %d is made again without what was lost: %s", version, error)
+                log.warning("push of version %d is repeated without lost workers: %s", version, error)
                 continue
             if result is None:  # on every rank alike
                 alone = False
@@ -339,27 +353,26 @@ class WeightPublisher:
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
-        """The addresses of workers that do not serve what this publisher committed there last, or do not answer."""
+        """Return the addresses of workers that do not answer, or do not serve this publisher's last commit there."""
         workers = self._connected()
         replies = zip(workers.addresses, workers.greet(self._settings.timeout), strict=True)
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Push the weights of the last push again, under its version, to the workers that do not serve them.
+        """Push the weights of the last push again, with its version, to the workers that do not serve them.
 
-        The other workers notice nothing. One that does not answer is an error or left out, as in a push (`on_lost`).
-        `tensors`: as for `push`; that they are those of the last push is not checked.
-        None if no worker needs them. Raise ConfigError for `disk`, where `push_folder` does this, and before the first
-        push; PushError as `push` does.
+        The other workers notice nothing. A worker that does not answer fails this or is left out, as in a push
+        (`on_lost`). `tensors`: as for `push`; the caller must pass the weights of the last push, which is not checked.
+        Return None if no worker needs them. Raise ConfigError before the first push, and for `disk` (call `push_folder`
+        instead). Raise PushError as `push` does.
         """
-        _check(self._transport != "disk", "restore", "a transport that keeps no folder; call push_folder", "disk")
+        _check(self._transport != "disk", "restore", "called for a transport without folders; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
-        """Push what an earlier push by `disk` wrote to the workers that do not serve it: thus one that was started anew
-        gets the weights that it had.
+        """Push the folder of an earlier push by `disk` to the workers that do not serve it, such as restarted workers.
 
-        The other workers notice nothing. None if all serve it. `allow_older`, and what is raised: as for `push`.
+        The other workers notice nothing. Return None if all workers serve it. `allow_older` and errors: as for `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -375,7 +388,7 @@ class WeightPublisher:
         return result
 
     def close(self) -> None:
-        """Disconnect, and free what is held. The workers go on."""
+        """Disconnect, and free all memory. The workers go on."""
         self._disconnect()
         self._sender.close()
 
@@ -390,7 +403,7 @@ class WeightPublisher:
         return self._workers is not None or self._fleet is not None
 
     def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
-        """Whether to push again to a fleet, without the workers that were lost."""
+        """Return whether to repeat a push to a fleet without the workers that were lost."""
         lost = set(error.lost) - self._taken_out
         if self._fleet is None or not lost or not can_be_read_again(tensors):
             return False
@@ -398,8 +411,9 @@ class WeightPublisher:
         return len(self._fleet_addresses()) > 0
 
     def _wait_for_late_ones(self, push_id: str) -> None:
-        """Return once this push has reached every worker that serves in the fleet: one that began to serve meanwhile
-        has older weights until the fleet notices.
+        """Wait until this push has reached every worker that serves in the fleet.
+
+        A worker that began to serve during the push has older weights until the fleet notices.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:
@@ -408,7 +422,7 @@ class WeightPublisher:
             if not late or not self._is_any_behind(late, push_id):
                 return
             if time.monotonic() > deadline:
-                log.warning("push %s: of those that joined meanwhile, %s still serve what was before it", push_id, late)
+                log.warning("push %s: workers that joined during the push still serve older weights: %s", push_id, late)
                 return
             time.sleep(LATE_SECONDS)
 
@@ -421,16 +435,16 @@ class WeightPublisher:
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int, push_id: str) -> None:
-        """Tell the fleet of the push: should it lose all its workers now, it serves nothing else."""
+        """Tell the fleet of the push, so that it serves these weights even if it loses all its workers now."""
         if not isinstance(self._fleet, KeepsPush):
             return
         try:
             self._fleet.note_push(PushNote(version, push_id))
         except ConfigError as error:
-            log.warning("the fleet learns of version %d only when it looks at its workers: %s", version, error)
+            log.warning("the fleet learns of version %d only when it checks its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
-        """The addresses to push to: of the workers that serve, or of those that join while none serves."""
+        """Return the addresses of the workers that serve; of those that join if none serves."""
         assert self._fleet is not None
         members = self._fleet.members()
         chosen = [member for member in members if member.standing != "joining"] or members
@@ -451,18 +465,19 @@ class WeightPublisher:
         alone: bool,
         push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
     ) -> PushResult | None:
-        """`push` of the tensors, or of a model of PEFT with its adapters, or of these `alone`."""
+        """Call `push` with the tensors and, for a PEFT model, its adapters. `alone`: send only these."""
         adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
-        _check(not in_place, "in_place", "False with a model of PEFT, or merged_weights of it", in_place)
+        _check(not in_place, "in_place", "False with a PEFT model, or push its merged_weights", in_place)
         source = tensors if adapters is None else adapters.tensors
         return push_on_all_ranks(source, self._has_workers, lambda found: push(found, adapters))
 
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
     ) -> PushResult | None:
-        """None if adapters alone are not enough for a fleet, in which a worker may have the merged weights of another,
-        or have been started anew.
+        """Push to all workers. Return None if a fleet needs more than the adapters.
+
+        In a fleet a worker may have another worker's merged weights, or may have been restarted.
         """
         party = self._meet()
         try:
@@ -470,7 +485,7 @@ class WeightPublisher:
         except OtherBaseError as error:
             if self._fleet is None or adapters is None or not adapters.is_alone:
                 raise
-            log.warning("push of version %d is made again with the weights that adapters belong to: %s", version, error)
+            log.warning("push of version %d is repeated with the base weights of the adapters: %s", version, error)
             return None
         self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
         self._terms = version, allow_older
@@ -478,14 +493,14 @@ class WeightPublisher:
 
     def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
         if self._terms is None:
-            raise ConfigError("restore: expected a push before, whose version it takes, found none; call push")
+            raise ConfigError("restore: there was no push before; call push")
         party = self._meet()
         stale = party.where(self._is_stale)
         if not stale.replies:
             return None
         result = self._push_to(stale, tensors, adapters, *self._terms)
         self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
-        if len(stale.replies) == len(party.replies):  # otherwise the push that was noted is still there
+        if len(stale.replies) == len(party.replies):  # otherwise some workers still have the noted push
             self._tell_fleet(result.version, result.push_id)
         return result
 
@@ -494,7 +509,7 @@ class WeightPublisher:
         return found is None or found != self._latest.get(address)
 
     def _meet(self) -> _Party:
-        """The workers that answer. Raise PushError if one does not, and is not to be left out."""
+        """Return the workers that answer. Raise PushError if a worker does not answer and may not be left out."""
         workers = self._connected()
         replies = workers.greet(self._settings.timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
@@ -502,11 +517,11 @@ class WeightPublisher:
         may_skip = self._on_lost == "skip" or self._fleet is not None
         if errors and not (may_skip and are_lost and len(errors) < len(replies)):
             failed = "; ".join(f"worker {workers.addresses[i]} failed: {error}" for i, error in errors.items())
-            advice = "; start it anew, connect to others, or have it left out with on_lost='skip'" if are_lost else ""
+            advice = "; restart it, connect to other workers, or leave it out with on_lost='skip'" if are_lost else ""
             raise PushError(f"push: at the beginning, {failed}. Nothing was sent to any worker{advice}")
         for i, error in errors.items():
             log.warning(
-                "worker %s is left out of the push, and taken in once it is back: %s", workers.addresses[i], error
+                "worker %s is left out of the push, and included once it is back: %s", workers.addresses[i], error
             )
         told = {i: reply for i, reply in enumerate(replies) if isinstance(reply, protocol.Weights)}
         party = _Party(workers.at(told), list(told.values()), [workers.addresses[i] for i in errors])
@@ -514,11 +529,11 @@ class WeightPublisher:
         return party
 
     def _note_instances(self, party: _Party) -> None:
-        """Warn of workers that were started anew."""
+        """Warn of workers that were restarted."""
         for address, reply in zip(party.workers.addresses, party.replies, strict=True):
             if self._instances.get(address, reply.instance) != reply.instance:
                 log.warning(
-                    "worker %s was started anew since the last push, and has served version %d since",
+                    "worker %s was restarted since the last push, and has served version %d since",
                     address,
                     reply.weight_version,
                 )
@@ -546,12 +561,12 @@ class WeightPublisher:
             advice = (
                 "call connect with their addresses first" if self._fleet is None else "wait until its fleet has some"
             )
-            raise ConfigError(f"workers: expected some, found none; {advice}")
+            raise ConfigError(f"workers: there are none; {advice}")
         return self._workers
 
 
 def connect_to(publisher: WeightPublisher, target: str) -> None:
-    """Have it push to a worker by its address, or to a fleet by its file or by several addresses."""
+    """Connect the publisher to a worker, by its address, or to a fleet, by its file or by several addresses."""
     if is_fleet(target):
         publisher.connect_fleet(target)
     else:
@@ -559,15 +574,15 @@ def connect_to(publisher: WeightPublisher, target: str) -> None:
 
 
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
-    """Those of a model of PEFT; None for anything else, unless they are to be sent `alone`."""
+    """Return a PEFT model's adapters; None for other tensors. Raise ConfigError for other tensors if `alone` is set."""
     model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
-    _check(model is not None or not alone, "adapters", "False but for a model of PEFT", alone)
+    _check(model is not None or not alone, "adapters", "False unless a PEFT model is pushed", alone)
     try:
         return None if model is None else TrainerAdapters(read_tensors(model), alone)
     except AlignmentError as error:
         raise PushError(str(error)) from None
 
 
-def _check(holds: bool, name: str, expected: str, found: object) -> None:
+def _check(holds: bool, name: str, rule: str, found: object) -> None:
     if not holds:
-        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it", field=name, value=found)
+        raise ConfigError(f"{name}: must be {rule} (got {found!r})", field=name, value=found)

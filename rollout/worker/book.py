@@ -1,12 +1,13 @@
 """The requests of a worker, from their submission to their one terminal reply.
 
-Owns: each request with everything attached to it: its entry (`ledger`), whether it is admitted, its place among those
-that the engine was not given yet (`WaitingRoom`), the clients that stream it (`Streams`), and the aborts of it that are
-under way. Does not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
+Owns: each request with everything attached to it: its entry (`ledger`), its admission, its place among the requests
+that the engine does not have yet (`WaitingRoom`), the clients that stream it (`Streams`), and its pending aborts. Does
+not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
 
 Promises: every accepted request gets exactly one terminal reply for each time that it was submitted, unless its client
-does not read. However a request ends (finished, failed, aborted, refused, with its owner or with the worker), it passes
-`end`, after which nothing of it is left but what is kept. No user reaches another one's requests or cached prefixes.
+does not read. Every request ends through `end`, whether it finishes, fails, is aborted or refused, or ends with its
+client or with the worker. After that only a kept result is left of it. No user reaches another user's requests or
+cached prefixes.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ from .engine_thread import Add, Command, End, Ended, Run, Stream
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
 
 MOST_CALLERS = 1024
-"""How many callers may submit the same request."""
+"""Limit on the callers that submit the same request."""
 
 
 class Conditions(NamedTuple):
-    """How a worker stands, as far as it matters to a new request. `takes_requests`: the engine may be given one now.
-    `version`: of the weights in use; None until the model has loaded.
+    """The worker's conditions for a new request.
+
+    `takes_requests`: the engine may get a request now. `version`: version of the weights in use; None until the model
+    has loaded.
     """
 
     state: State
@@ -67,11 +70,11 @@ def check_admission(
     ledger: Ledger,
     max_model_len: int | None,
 ) -> None:
-    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError unless it may come in."""
+    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError if it is refused."""
     _check_state(conditions, config)
     num_samples = message.params.n if isinstance(message, Generate) else 1
     if num_samples > config.max_n:
-        text = f"n: expected at most max_n = {config.max_n}, found {num_samples}"
+        text = f"n: must be at most max_n = {config.max_n} (got {num_samples})"
         raise InvalidRequestError(text, field="n", value=num_samples, limit=config.max_n)
     _check_limit(config, "max_queued_requests", len(ledger.open), 1)
     _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
@@ -84,10 +87,10 @@ def check_admission(
 
 
 def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless one more may ask for a known request."""
+    """Raise QueueFullError unless one more submission can join a known request."""
     is_open = entry.key in ledger.open
     if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
-        raise _too_many("clients wait for", entry, most)
+        raise _too_many("clients are waiting for", entry, most)
     if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
         raise _too_many("callers of", entry, MOST_CALLERS)
     if is_open:
@@ -95,21 +98,24 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
 
 
 def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless one more may wait for the end of an open request."""
+    """Raise QueueFullError unless one more submission can wait for the end of an open request."""
     if len(entry.successors) >= (most := config.max_queued_requests):
-        raise _too_many("clients wait for the end of", entry, most)
+        raise _too_many("clients are waiting for the end of", entry, most)
     _check_room_to_wait(submission, config, ledger)
 
 
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Submissions of known requests have a budget of their own: a client that lost its connection submits again."""
-    more, of = submission.num_bytes, " for submissions of known requests"
+    """Raise QueueFullError unless one more submission fits.
+
+    Submissions of known requests have a budget of their own, so that a client can submit again after a lost connection.
+    """
+    more, of = submission.num_bytes, " by submissions of known requests"
     _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
 
 
 def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
     return QueueFullError(
-        f"queue: too many {which} {entry.message.id!r} (limit {most}); try again later",
+        f"queue: too many {which} request {entry.message.id!r} (limit {most}); try again later",
         value=most + 1,
         limit=most,
     )
@@ -121,7 +127,7 @@ def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
         raise UnavailableError(f"worker is shutting down (state {state}); use another worker", value=state)
     if config.while_unavailable == "reject" and state not in ("loading", "ready"):
         raise UnavailableError(
-            f"worker: expected state ready, found {state}; try again later, or start the worker with "
+            f"worker: accepts no requests in state {state}; try again later, or start the worker with "
             "while_unavailable = queue",
             value=state,
         )
@@ -130,7 +136,7 @@ def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
 def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
     if held + more > (most := getattr(config, limit)):
         raise QueueFullError(
-            f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again",
+            f"queue: no room for {more} more, as {held} of {limit} = {most} are used{of}; wait for results, then retry",
             field=limit,
             value=held + more,
             limit=most,
@@ -138,7 +144,7 @@ def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str
 
 
 def _length(message: Generate | GetScores) -> tuple[str, int, int]:
-    """The field with the prompt, its tokens, and how many may follow."""
+    """Return the name of the field with the prompt, its length in tokens, and the number of tokens that may follow."""
     if isinstance(message, GetScores):
         return "token_ids", len(message.token_ids) // 4, 0
     num_new = 1 if (most := message.params.max_tokens) is None else most
@@ -146,7 +152,7 @@ def _length(message: Generate | GetScores) -> tuple[str, int, int]:
 
 
 MOST_BYTES = 2**20
-"""Of a message, unless a single token takes more."""
+"""Limit on a message in bytes, unless a single token takes more."""
 Reader: TypeAlias = tuple[bytes, str | None]
 """The identity of a connection, and the caller behind it."""
 _Place: TypeAlias = tuple[str, int]
@@ -155,7 +161,7 @@ _Place: TypeAlias = tuple[str, int]
 
 @dataclass
 class _Stream:
-    """A streamed request: its unfinished samples so far, and its readers."""
+    """A streamed request. `growths`: its unfinished samples so far. `readers`: its readers."""
 
     growths: dict[int, Growth] = field(default_factory=dict)
     readers: set[Reader] = field(default_factory=set)
@@ -163,8 +169,10 @@ class _Stream:
 
 @dataclass
 class _Progress:
-    """Of a reader. `keys`: the requests that it streams. `told`: by sample, how many tokens were sent. `due`: the
-    samples that have more.
+    """The progress of a reader.
+
+    `keys`: the requests that it streams. `told`: for each sample, the number of tokens sent. `due`: samples with
+    unsent tokens.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -177,15 +185,17 @@ class _Progress:
 
 
 class Streams:
-    """Requests by key. `send` gives a connection a message; `takes` tells whether it has read what was sent before.
+    """The streams of requests, by key.
 
-    Owns: the tokens so far of unfinished samples of streamed requests, once for all readers; the readers, and how far
-    each has read. Does not own: sockets, the ledger, or the replies that end a sample.
+    `send`: gives a connection a message. `takes`: returns whether a connection has read everything sent before.
 
-    Promises: a reader is told of each token once and in order, from the first one, however late it came, until the
-    sample ends: what it was not told of by then is in the sample. All that it has not been told of goes out in one
-    message (in several where that is more than about `MOST_BYTES`), once it has read what was sent before: one that
-    does not read costs its place in each sample, however far they grow. A request without readers costs nothing.
+    Owns: the tokens so far of unfinished samples of streamed requests, once for all readers; the readers, and the
+    progress of each. Does not own: sockets, the ledger, or the replies that end a sample.
+
+    Promises: a reader gets each token once and in order, from the first one on, however late it joins. When the sample
+    ends, it gets no more deltas: the remaining tokens are in the sample. All unsent tokens of a reader go out in one
+    message (in several above about `MOST_BYTES`), once it has read everything sent before. A reader that does not read
+    costs only its place in each sample, however long the samples grow. A request without readers costs nothing.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -196,11 +206,11 @@ class Streams:
         self._due: dict[Reader, None] = {}
 
     def __contains__(self, key: str) -> bool:
-        """Whether a request is streamed."""
+        """Return whether a request is streamed."""
         return key in self._streams
 
     def add(self, key: str, reader: Reader) -> None:
-        """One more reader of a request; one that is there already begins anew."""
+        """Add a reader of a request. A reader that is there already starts again."""
         self._remove(key, reader)
         stream = self._streams.setdefault(key, _Stream())
         stream.readers.add(reader)
@@ -210,7 +220,7 @@ class Streams:
             self._fall_due(reader, (key, index))
 
     def grow(self, key: str, delta: Delta) -> None:
-        """What a sample of a streamed request has got."""
+        """Add new tokens of a sample of a streamed request."""
         stream = self._streams[key]
         growth = stream.growths.get(delta.index)
         if growth is None:
@@ -221,33 +231,33 @@ class Streams:
             self._fall_due(reader, (key, delta.index))
 
     def end_sample(self, key: str, index: int) -> None:
-        """The sample has ended: no reader is told more of it."""
+        """End the sample for all readers, which get no more deltas of it."""
         if stream := self._streams.get(key):
             stream.growths.pop(index, None)
             for reader in stream.readers:
                 self._progress[reader].forget((key, index))
 
     def end(self, key: str) -> None:
-        """The request has ended."""
+        """End the stream of a request."""
         if stream := self._streams.get(key):
             for reader in list(stream.readers):
                 self._remove(key, reader)
             del self._streams[key]
 
     def withdraw(self, key: str, caller: str) -> None:
-        """`caller` wants nothing more of a request."""
+        """Remove the readers of `caller` from a request."""
         if stream := self._streams.get(key):
             for reader in [reader for reader in stream.readers if reader[1] == caller]:
                 self._remove(key, reader)
 
     def lose(self, identity: bytes) -> None:
-        """A connection gets no more replies."""
+        """Remove the readers of a connection that gets no more replies."""
         for reader in list(self._by_identity.get(identity, ())):
             for key in list(self._progress[reader].keys):
                 self._remove(key, reader)
 
     def flush(self) -> None:
-        """Tells readers what they have not been told of, as far as each has read."""
+        """Send each reader its unsent tokens, if it has read everything sent before."""
         for reader in list(self._due):
             while reader in self._due and self._takes(reader[0]):
                 if parts := self._take(self._progress[reader]):
@@ -256,7 +266,7 @@ class Streams:
                     del self._due[reader]
 
     def _take(self, progress: _Progress) -> list[Delta]:
-        """What one message holds."""
+        """Return the deltas for one message."""
         parts: list[Delta] = []
         room = MOST_BYTES
         while progress.due and room > 0:
@@ -297,14 +307,14 @@ class Streams:
 
 @dataclass
 class Waiting:
-    """A request and the message that brought it. `ended`: samples that were aborted; 0 is a score."""
+    """A request that waits, and its message. `ended`: indices of aborted samples; 0 for a score."""
 
     request: Request
     message: Generate | GetScores
     ended: set[int] = field(default_factory=set)
 
     def abort(self, index: int | None) -> list[Output]:
-        """End sample `index`, or all that are left; empty if there is none of the kind."""
+        """End sample `index`, or all that are left. Return their outputs; empty if there is nothing to end."""
         if not isinstance(self.request, GenerateRequest):
             if index is not None or self.ended:
                 return []
@@ -317,11 +327,11 @@ class Waiting:
 
 
 class WaitingRoom:
-    """Requests by key.
+    """The requests that the engine does not have yet, by key.
 
-    Owns which of their samples have ended meanwhile. Does not own their ledger entries, nor the engine that it gives
-    them to. Promises: requests leave in the order in which they came, but for those that wait for weights, which are
-    not looked at before the weights may have changed; what was aborted here is computed nowhere.
+    Owns which of their samples were aborted meanwhile. Does not own their ledger entries, or the engine. Promises:
+    requests leave in the order in which they came, except for requests that wait for weights. These are not checked
+    before the weights may have changed. An aborted sample is never computed.
     """
 
     def __init__(self) -> None:
@@ -335,29 +345,29 @@ class WaitingRoom:
         return key in self._due or key in self._early
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """One more, to be looked at next."""
+        """Add a request, to be checked next."""
         self._due[key] = waiting
 
     def get(self, key: str) -> Waiting | None:
         return self._due.get(key) or self._early.get(key)
 
     def early(self, key: str) -> Waiting | None:
-        """The request, if it waits for weights."""
+        """Return the request if it waits for weights, else None."""
         return self._early.get(key)
 
     def discard(self, key: str) -> None:
-        """It has ended, or will not be served."""
+        """Remove a request that has ended or will not be served."""
         self._due.pop(key, None)
         self._early.pop(key, None)
 
     def look_at_all(self) -> None:
-        """The weights may have changed: `take_due` looks again at the requests that waited for others."""
+        """Let `take_due` check the requests again that wait for weights, since the weights may have changed."""
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Those that can begin with weights `version`, and those that are refused for it.
+        """Remove the due requests. Return those that can begin with weights `version`, and errors for refused ones.
 
-        `version` None: it is not known yet, so that requests which demand one wait.
+        `version`: None if it is unknown yet; requests that demand a version then wait.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -372,22 +382,22 @@ class WaitingRoom:
         return ready, refused
 
     def take_early(self) -> list[Waiting]:
-        """Those that wait for weights, which will not come."""
+        """Remove and return the requests that wait for weights, since no more weights will come."""
         early, self._early = self._early, {}
         return list(early.values())
 
 
 def serves(message: Generate | GetScores, version: int | None) -> bool:
-    """Whether weights `version` are as new as a request demands."""
+    """Return whether weights of `version` are as new as the request demands."""
     demanded = message.min_weight_version
     return demanded is None or (version is not None and version >= demanded)
 
 
 def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
-    """The error for a request that demands newer weights than those of `version`."""
+    """Return the error for a request that demands newer weights than `version`."""
     return StaleWeightsError(
-        f"min_weight_version: expected weights of version {message.min_weight_version} or later, found version "
-        f"{version} served, as by a worker that was started anew; push again, or ask with wait_for_weights",
+        f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
+        f"version {version}; if the worker was restarted, push again; or use wait_for_weights",
         field="min_weight_version",
         value=message.min_weight_version,
         limit=version,
@@ -405,8 +415,9 @@ def _empty_scores(id: str) -> ScoreOutput:
 
 
 class Abortion(NamedTuple):
-    """An order to the engine to end samples of `entry`. `call`, `message`: the key of the call that asked for it, and
-    the call itself; both None if no client waits for the answer.
+    """An order to the engine to end samples of `entry`.
+
+    `call`, `message`: the key of the abort call, and the call; None if no client waits for the answer.
     """
 
     entry: Entry
@@ -415,11 +426,14 @@ class Abortion(NamedTuple):
 
 
 class RequestBook:
-    """Requests of all users. `command` gives the engine a command; `send` sends a client a frame, and returns False if
-    the client gets no more; `takes` tells whether a client has read what was sent before; `conditions` gives the
-    `Conditions` of now.
-    `waiting_room`: the requests that the engine was not given yet. `max_model_len`: in tokens; None until the model has
-    loaded.
+    """The requests of all users.
+
+    - `command`: gives the engine a command.
+    - `send`: sends a client a frame; returns False if the client gets no more.
+    - `takes`: returns whether a client has read everything sent before.
+    - `conditions`: returns the current `Conditions`.
+    - `waiting_room`: the requests that the engine does not have yet.
+    - `max_model_len`: in tokens; None until the model has loaded.
     """
 
     def __init__(
@@ -440,15 +454,15 @@ class RequestBook:
 
     @property
     def has_unanswered(self) -> bool:
-        """Whether any client is owed a reply."""
+        """Return whether any client still waits for a reply."""
         return bool(self.ledger.open or self._aborts.under_way)
 
     @property
     def num_unfinished(self) -> int:
-        """Of the requests that the engine was given, how many have not ended."""
+        """Number of unfinished requests that the engine has."""
         return len(self.ledger.open) - len(self.waiting_room)
 
-    # From clients.
+    # Calls of clients.
 
     def submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:
         """Take a request, new or known. Raise TruerollError if it is refused."""
@@ -491,12 +505,12 @@ class RequestBook:
             self._command(Stream(key))
 
     def acknowledge(self, user: str | None, message: protocol.Ack) -> None:
-        """The results of some requests have arrived."""
+        """Note that the results of some requests have arrived."""
         for id in message.ids:
             self.ledger.acknowledge(scoped(user, id))
 
     def abort(self, identity: bytes, user: str | None, message: protocol.Abort) -> None:
-        """End a request, or a caller's part in it. Raise TruerollError if the call is refused."""
+        """End a request, or remove a caller from it. Raise TruerollError if the call is refused."""
         call, key = scoped(user, message.id), scoped(user, message.request_id)
         if not self._aborts.is_new(call, identity, message):
             return
@@ -505,7 +519,7 @@ class RequestBook:
         if message.caller is not None and self.ledger.withdraw(key, message.caller):
             self._answer_abort(call, message, 0)
         elif (entry := self.ledger.open.get(key)) is None:
-            unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
+            unknown = f"request_id: no unfinished request has the id {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
         elif (waiting := self.waiting_room.get(key)) is not None:
             self._finish_abort(call, message, waiting.abort(message.index))
@@ -513,8 +527,10 @@ class RequestBook:
             self._tell_engine(Abortion(entry, call, message))
 
     def lose(self, identity: bytes) -> None:
-        """A client gets no more replies. A request that no client waits for any more ends if it is `while_connected`,
-        or if it still waits for weights: a client that comes back submits it again.
+        """Remove a client that gets no more replies.
+
+        A request without a waiting client ends if it is `while_connected`, or if it still waits for weights. A client
+        that comes back submits it again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -526,11 +542,12 @@ class RequestBook:
                 entry.is_wanted = False
                 self._tell_engine(Abortion(entry))
 
-    # To and from the engine.
+    # Commands and events of the engine.
 
     def admit(self, whatever_state: bool = False) -> None:
-        """Give the engine the requests that wait, if it takes requests now or `whatever_state` the worker is in. Those
-        that demand newer weights go on waiting, or are refused.
+        """Give the engine the waiting requests, if it takes requests now, or with `whatever_state` in any state.
+
+        Requests that demand newer weights keep waiting, or are refused.
         """
         if not len(self.waiting_room):
             return
@@ -549,13 +566,13 @@ class RequestBook:
             self.end(key, error)
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
-        """Streamed samples have grown."""
+        """Take deltas of streamed samples from the engine."""
         for delta in deltas:
             entry = self.ledger.open[delta.request_id]
             self.streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
 
     def take_outputs(self, outputs: list[Output]) -> None:
-        """Samples and scores have ended."""
+        """Take finished samples and scores from the engine."""
         for output in outputs:
             entry = self.ledger.open[output.request_id]
             if isinstance(output, SampleOutput):
@@ -570,7 +587,7 @@ class RequestBook:
                 self.end(entry.key)
 
     def take_ended(self, event: Ended) -> None:
-        """The engine has ended what it was told to."""
+        """Take the outputs of an abort from the engine."""
         abortion: Abortion = event.command.tag
         if abortion.call is None or abortion.message is None:
             self.take_outputs(event.outputs)
@@ -580,7 +597,7 @@ class RequestBook:
         self._submit_successors(abortion.entry)
 
     def end(self, key: str, error: TruerollError | None = None) -> None:
-        """End a request: all of its samples have ended, or it gets an error instead."""
+        """End a request: all of its samples have ended, or it gets `error` instead."""
         entry = self.ledger.open[key]
         self.streams.end(key)
         self.waiting_room.discard(key)
@@ -593,8 +610,9 @@ class RequestBook:
         self._submit_successors(entry)
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Give the engine a command. If it `aborts` what the engine has, later submissions of these requests wait for
-        their end.
+        """Give the engine a command.
+
+        `aborts`: it aborts all requests of the engine. Later submissions of these requests then wait for their end.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -603,7 +621,7 @@ class RequestBook:
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
-        """The engine has run a command between two steps, which ended these."""
+        """Take the outputs that a command between two steps has ended."""
         self.take_outputs(outputs)
         interrupted, self._interrupted = self._interrupted, []
         for entry in interrupted:
@@ -614,14 +632,14 @@ class RequestBook:
     # The end of the worker.
 
     def let_in_the_last(self) -> None:
-        """The engine gets what its weights are new enough for. The rest ends, for the worker takes no more pushes."""
+        """Admit the last requests. Abort those that demand newer weights, since the worker takes no more pushes."""
         self.waiting_room.look_at_all()
         self.admit(whatever_state=True)
         for waiting in self.waiting_room.take_early():
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
-        """Tell the engine to end every request."""
+        """Order the engine to end every request."""
         for entry in list(self.ledger.open.values()):
             self._tell_engine(Abortion(entry))
 
@@ -632,10 +650,10 @@ class RequestBook:
         for call in self._aborts.under_way:
             self._aborts.refuse(call, error)
 
-    # What all ways have in common.
+    # Steps that several of these share.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
+        """Submit the entry's successors, unless it is open and some of it was, or will be, aborted."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -645,19 +663,19 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
-        """Let the engine end what an abort names, or all of the entry."""
+        """Order the engine to end the samples that an abort names, or all of the entry."""
         abortion.entry.num_aborts += 1
         index = None if abortion.message is None else abortion.message.index
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """Answer an abort that ended `outputs`; none if there was nothing to end."""
+        """Answer an abort that has ended `outputs`; with an error if they are empty."""
         self.take_outputs(outputs)
         if outputs:
             self._answer_abort(call, message, len(outputs))
         else:
             what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
-            unknown = f"abort: expected a running request or sample, found none for {what}"
+            unknown = f"abort: {what} is not running"
             self._aborts.refuse(call, UnknownRequestError(unknown))
 
     def _answer_abort(self, call: str, message: protocol.Abort, num_samples: int) -> None:
@@ -681,7 +699,7 @@ def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> byte
 
 
 def _request_of(entry: Entry) -> Request:
-    """What the engine is asked for."""
+    """Return the request as the engine gets it."""
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
@@ -698,7 +716,10 @@ def _ends_with_client(entry: Entry) -> bool:
 
 
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
-    """`max_model_len` None: it was aborted before the model was there, with parameters that nothing used."""
+    """Return the last message of a request.
+
+    `max_model_len`: None if it was aborted before the model had loaded, so that nothing used its parameters.
+    """
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4
     params = entry.params

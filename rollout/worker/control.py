@@ -1,11 +1,11 @@
-"""Calls that control a worker: what it does beside serving requests.
+"""Control of a worker: the lifecycle calls and the calls of pushes.
 
-Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the operation and the push under
-way (`pushes`), the socket, the requests, the engine. It runs on the worker's thread; what touches the engine goes there
-as a command.
+Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the current operation and push
+(`pushes`), the socket, the requests, the engine. It runs on the worker's thread, and reaches the engine only through
+commands.
 
-Promises: one operation at a time, in the order of the calls; every call gets exactly one reply, also when the worker
-ends or fails.
+Promises: one operation at a time, in the order of the calls. Every call gets exactly one reply, even if the worker
+shuts down or fails.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 
 class Host(PushHost, Protocol):
-    """What control needs of the worker around it."""
+    """The part of the worker that control uses."""
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
     @property
     def instance(self) -> str:
-        """Random for each process."""
+        """A random identifier of the process."""
         ...
 
 
 class Requests(EngineHost, Protocol):
-    """What control needs of the requests beside it."""
+    """The part of the requests that control uses."""
 
     def admit(self) -> None:
-        """Gives the engine the requests that wait, if `Control.takes_requests`."""
+        """Give the waiting requests to the engine, if `Control.takes_requests`."""
         ...
 
 
 _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPush)
-"""Calls that go on while an operation waits for the engine."""
+"""Calls that are handled at once, even while an operation waits for the engine."""
 
 
 class Control:
-    """Takes control calls by `handle`; `follow` is to be called whenever something may have changed."""
+    """Takes control calls by `handle`. Call `follow` whenever something may have changed."""
 
     def __init__(self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
         self.lifecycle = Lifecycle()
@@ -67,23 +67,23 @@ class Control:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the engine may be given a new request now."""
+        """Return whether the engine may get a new request now."""
         return self.lifecycle.state in ("loading", "ready") and self._operations.current is None
 
     @property
     def deadline(self) -> float:
-        """When (monotonic seconds) `follow` has something to do at the latest."""
+        """Latest time, in monotonic seconds, at which `follow` has something to do."""
         return min(self._operations.deadline, self.pushes.deadline)
 
     def finish_loading(self, weights: Destination, device: str) -> None:
-        """The model has loaded; `weights` is where pushes go, on `device`."""
+        """Note that the model has loaded. `weights`: destination of pushes, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
         self.pushes.target = Target(weights, device, gpu_of(device))
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Take a call, and answer it now or later. Raises IdConflictError; for GetWeights IllegalStateError."""
+        """Take a call, and answer it now or later. Raise IdConflictError; for GetWeights IllegalStateError."""
         if isinstance(call, protocol.GetWeights):
             self._check(call)
             self._host.reply(identity, self._describe_weights(call))
@@ -105,22 +105,22 @@ class Control:
     def _check(self, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
         if self.pushes.target is None:
             raise IllegalStateError(
-                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready",
+                f"{call.type}: the model has not loaded (state {self.lifecycle.state}); wait until the worker is ready",
                 value=self.lifecycle.state,
             )
         self.lifecycle.check(call.type)
 
     def follow(self) -> None:
-        """Go on with the operation under way, and begin what waits."""
+        """Continue the current operation, and begin the calls that wait."""
         self._operations.follow()
         self.pushes.follow()
         self._requests.admit()
         while self._waiting and self._operations.current is None:
             self._try(self._waiting.popleft())
-            self._requests.admit()  # a call that comes after a request, such as a drain, is about it too
+            self._requests.admit()  # a later call, such as a drain, covers the requests before it
 
     def handle_ran(self, event: Ran) -> None:
-        """The engine has done what the operation under way asked of it."""
+        """Note that the engine has finished the action of the current operation."""
         self._operations.finish(event.command, event.seconds)
         self.follow()
 
@@ -148,7 +148,7 @@ class Control:
                     self._operations.begin(operation)
 
     def _operation_of(self, call: protocol.LifecycleCall) -> Operation | None:
-        """What a call asks for; None if that is the state already. Raise TruerollError if it cannot be done."""
+        """Return the operation for a call; None if its state is the current one. Raise TruerollError if impossible."""
         standing = self.lifecycle.standing
         match call:
             case protocol.Pause() | protocol.Resume():
@@ -173,7 +173,7 @@ class Control:
                 return self._compute_checksums(call)
 
     def _done(self, call: protocol.LifecycleCall, took: Histogram | None = None) -> Callable[[float], None]:
-        """What to do once the engine has done what a call asks for. `took` observes the seconds from now on."""
+        """Return the callback for the end of a call's operation. `took`: observes the seconds from now until then."""
         started = time.monotonic()
 
         def done(seconds: float) -> None:
@@ -185,7 +185,7 @@ class Control:
 
     def _sleep(self, call: protocol.Sleep) -> Operation:
         then = self.lifecycle.standing.slept(call.tags, call.level == 2 and "weights" in call.tags)
-        slept = PushError("push: the weights that it was to replace went to sleep; wake them up and push again")
+        slept = PushError("push: the weights went to sleep before the commit; wake them up and push again")
         reply = self._done(call, self._timings.sleep)
 
         def sleep(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
@@ -208,7 +208,7 @@ class Control:
         push_id, version, weights = self.pushes.served, self._host.weight_version(), self.pushes.weights
         if push_id is None:
             raise PushError(
-                "save_weights: expected weights that a push brought, found those of the model's own checkpoint; load it"
+                "save_weights: the weights are those of the model's own checkpoint, not of a push; load the checkpoint"
             )
         self._policy.check_writable(call.folder)
         failed: list[PushError] = []
@@ -230,7 +230,7 @@ class Control:
 
         self.lifecycle.check_weights_awake(call.type)
         if self.lifecycle.standing.is_dirty:
-            text = f"{call.type}: expected whole weights, found state dirty; push some first"
+            text = f"{call.type}: is not allowed in state dirty, without whole weights; push whole weights first"
             raise IllegalStateError(text, value="dirty")
         weights, checksums = self.pushes.weights, {}
 
@@ -255,7 +255,7 @@ class Control:
         operation = self._operations.current
         if operation is not None and is_of_push(operation.call, call.push_id):
             if operation.run is not None:
-                self._waiting.appendleft(call)  # too late to stop it: the answer follows when it is over
+                self._waiting.appendleft(call)  # too late to abort: reply once the operation is over
                 return
             self._operations.cancel(aborted())
         for waiting in [waiting for waiting in self._waiting if is_of_push(waiting, call.push_id)]:
@@ -286,7 +286,7 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse what waits and what has not reached the engine; an operation that has goes on."""
+        """Refuse waiting calls, and an operation that has not reached the engine. One in the engine goes on."""
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())

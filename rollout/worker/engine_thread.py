@@ -1,8 +1,8 @@
-"""The thread that owns the engine: it alone builds, feeds and steps it.
+"""The thread that owns the engine: no other thread builds, feeds or steps it.
 
-Commands come in through one queue and events go out through another, so nothing here is locked and nothing of the
-engine is shared. A command waits at most one step. Between steps the thread leaves a `Snapshot` for health and stats.
-Promises: every command is applied in order, and whatever the engine raises comes out as an event.
+Commands come in through one queue and events go out through another. Therefore nothing here is locked, and no part of
+the engine is shared. A command waits at most one step. Between steps the thread publishes a `Snapshot` for health and
+stats. Promises: commands are applied in order, and every exception of the engine comes out as an event.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class ServedEngine(Protocol):
-    """What the service needs of an engine; `trueroll.engine.engine.Engine` is the real one."""
+    """The part of an engine that the service uses. `trueroll.engine.engine.Engine` is the real one."""
 
     info: Any
-    """A dataclass that says what the engine is, with `backend` and `backend_note`."""
+    """A dataclass that describes the engine, with fields `backend` and `backend_note`."""
 
     @property
     def weights(self) -> Destination: ...
@@ -53,7 +53,7 @@ class ServedEngine(Protocol):
     def settle(self) -> list[Output]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
-        """`staging`: what `new_staging` of its own `weights` has made, and no other `StagingArea`."""
+        """Commit new weights. `staging`: made by `new_staging` of this engine's `weights`; no other kind works."""
         ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
@@ -65,18 +65,19 @@ class ServedEngine(Protocol):
     def invalidate_prefix_cache(self) -> None: ...
 
     def stats(self) -> Any:
-        """A dataclass of counters, `computed_tokens`, `num_running` and `num_waiting` among them."""
+        """Return a dataclass of counters with `computed_tokens`, `num_running` and `num_waiting`."""
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes held now, by tag."""
+        """Return the bytes held now, by tag."""
         ...
 
 
 @dataclass(frozen=True)
 class Add:
-    """Give the engine a request, without the samples that have `ended` before. Answered by its outputs, or by
-    `Refused`.
+    """Give the engine a request. Answered by its outputs, or by `Refused`.
+
+    `ended`: indices of samples that have ended before and are not generated.
     """
 
     request: Request
@@ -85,8 +86,9 @@ class Add:
 
 @dataclass(frozen=True)
 class Stream:
-    """Let `Finished` say how the samples of a request grow, and what they have already. Nothing happens if it has
-    ended.
+    """Stream a request: `Finished` then has deltas of its samples, first one with all tokens so far.
+
+    No-op if the request has ended.
     """
 
     request_id: str
@@ -94,9 +96,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class End:
-    """End the unfinished samples of a request (or one of them). Answered by `Ended`. `tag` is for the asker's own
-    use.
-    """
+    """End the unfinished samples of a request, or one of them. Answered by `Ended`. `tag`: for the sender's use."""
 
     request_id: str
     index: int | None
@@ -105,7 +105,7 @@ class End:
 
 @dataclass(frozen=True)
 class Run:
-    """Do something with the engine between two steps; after it, step only unless `hold`. Answered by `Ran`."""
+    """Run an action on the engine between two steps. Step afterwards only unless `hold`. Answered by `Ran`."""
 
     action: Callable[[ServedEngine], list[Output]]
     hold: bool
@@ -113,12 +113,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Stop:
-    """Leave the loop, whatever is unfinished. Answered by nothing."""
+    """Leave the loop, even if requests are unfinished. There is no answer."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine is built. `info`: its EngineInfo as a dictionary."""
+    """The engine is built. `info`: its EngineInfo as a dictionary. `weights`: the destination of pushes."""
 
     info: dict[str, Any]
     weights: Destination
@@ -126,7 +126,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Finished:
-    """Samples and scores that a step finished, and what unfinished samples of streamed requests have got."""
+    """The samples and scores that a step finished, and new tokens of unfinished samples of streamed requests."""
 
     outputs: list[Output]
     deltas: list[SampleDelta]
@@ -134,7 +134,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Refused:
-    """The engine did not take a request."""
+    """The engine refused a request."""
 
     request_id: str
     error: TruerollError
@@ -142,7 +142,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """What an `End` ended; nothing if there was nothing to end."""
+    """The outputs that an `End` ended; empty if there was nothing to end."""
 
     command: End
     outputs: list[Output]
@@ -150,7 +150,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a `Run` finished, and how many seconds it kept the engine from stepping."""
+    """The outputs that a `Run` finished, and the seconds for which it kept the engine from stepping."""
 
     command: Run
     outputs: list[Output]
@@ -159,7 +159,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine could not be built, or raised something fatal; the thread is over."""
+    """The engine could not be built, or raised a fatal error. The thread is over."""
 
     error: BaseException
 
@@ -170,8 +170,9 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How the engine was after its last step: its lifetime counters, bytes of memory by tag, and when (monotonic
-    seconds) it last got on.
+    """The engine after its last step.
+
+    `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time of its last progress, in monotonic seconds.
     """
 
     stats: dict[str, Any]
@@ -181,10 +182,10 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, then applies commands and steps until told to stop. Put `Command`s into `commands`.
+    """Builds the engine, then applies commands and steps until told to stop. Put each `Command` into `commands`.
 
-    `publish` is called on this thread with every event, and `step_seconds` observes every step. `snapshot` is None
-    until the engine is built.
+    `publish`: called on this thread with every event. `step_seconds`: observes every step. `snapshot`: None until the
+    engine is built.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class EngineThread(threading.Thread):
             self._take_snapshot(engine, made_progress=True)
             self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
             self._loop(engine)
-        except BaseException as error:  # the reader of the events must learn of any end
+        except BaseException as error:  # the reader of the events must learn of every end
             self._publish(Failed(error))
 
     def _loop(self, engine: ServedEngine) -> None:
@@ -221,7 +222,7 @@ class EngineThread(threading.Thread):
         return engine.has_unfinished and not self._is_held
 
     def _apply_commands(self, engine: ServedEngine) -> bool:
-        """Apply all that wait, and wait for more until there is something to step. False once told to stop."""
+        """Apply all pending commands; wait for more while there is nothing to step. Return False once told to stop."""
         has_work = self._has_work(engine)
         while True:
             try:

@@ -1,16 +1,19 @@
-"""The worker's record of requests and calls: what makes submission idempotent and results survive a lost connection.
+"""The worker's record of requests and calls. It makes submission idempotent; results survive a lost connection.
 
-`Ledger` owns which request ids of which users are in use, for which content, what waits for them, and what was replied
-so far. It holds replies as encoded frames and sends none. `Calls` owns which calls that have one reply each are under
-way, which clients sent them, and the last replies given, for callers that lost theirs. Not owned here: sockets, the
-engine, what a call does, or the decision to accept.
+`Ledger` owns the request ids of all users: the content behind each id, the submissions that wait for it, and the
+replies so far. It holds replies as encoded frames and sends none. `Calls` owns the pending calls that have one reply
+each, the clients that sent them, and the last replies, for clients that have lost theirs. Does not own: sockets, the
+engine, the effect of a call, or the decision to accept.
 
-Promises: an id stands for one content for as long as it is known, and each user has ids of its own. An open entry is
-never dropped. Finished entries are kept, in the order in which they finished, until acknowledged or until the bounds
-push the oldest out. What was aborted goes only to callers that had asked for it by then. What a connection waits for is
-found without a look at anything else. A call that is sent again, as after a reconnect, is done once and answered each
-time that it was sent, as long as it is under way or its reply is among the last `MAX_REMEMBERED`; under the id of
-another call it is refused.
+Promises:
+
+- An id stands for one content for as long as it is known. Each user has ids of its own.
+- An open entry is never dropped. Finished entries are kept, in the order in which they finished, until they are
+  acknowledged or the limits evict the oldest.
+- Aborted results go only to callers that had asked for them before the abort.
+- The entries that a connection waits for are found without a search through others.
+- A call that is sent again, for example after a reconnect, is done once and answered each time that it was sent, while
+  it is pending or its reply is among the last `MAX_REMEMBERED`. A different call with the same id is refused.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ from ..protocol import Generate, GetScores
 
 
 def scoped(user: str | None, id: str) -> str:
-    """The name of a user's id among those of all users. A user's name has no slash in it."""
+    """Return the key of a user's id among the ids of all users. A user name has no slash in it."""
     return id if user is None else f"{user}/{id}"
 
 
 def salt_of(user: str | None, cache_salt: str | None) -> str | None:
-    """The salt that a request is computed with, for the one that it asks for.
+    """Return the salt with which a request is computed.
 
-    Without one of its own, a user's requests share prefixes with each other alone, and no other user can name the salt
-    that they share them by. One that users agree on lets them share.
+    Without a salt of its own, the requests of a user share prefixes only with each other, under a salt that no other
+    user can name. With the same `cache_salt`, users share prefixes with each other.
     """
     if user is None:
         return cache_salt
@@ -44,19 +47,19 @@ def salt_of(user: str | None, cache_salt: str | None) -> str | None:
 
 
 FIXED_BYTES = 4096
-"""Of a request beside its tokens."""
+"""Estimated size of a request without its tokens."""
 INT_BYTES = 36
-"""Of a number in memory, with its place in a tuple."""
+"""Estimated size of a number in memory, with its place in a tuple."""
 SPAN_BYTES = 256
-"""Of a span in memory."""
+"""Estimated size of a span in memory."""
 NAME_BYTES = 256
-"""Of a submission that waits, or of a caller that is remembered, beside its name."""
+"""Estimated size of a waiting submission, or of a remembered caller, without its name."""
 STREAM_BYTES = 256
-"""Of each sample that a submission which waits wants deltas of."""
+"""Estimated size of the stream of one sample for one submission."""
 
 
 def num_bytes_of(message: Generate | GetScores) -> int:
-    """What the content of a request takes, about: its tokens as bytes, and as an array."""
+    """Return the estimated size of a request's content in bytes: its tokens, as bytes and as an array, and the rest."""
     beside = FIXED_BYTES + SPAN_BYTES * len(message.spans)
     if isinstance(message, GetScores):
         return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
@@ -66,30 +69,31 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
 
 def num_bytes_to_name(caller: str | None) -> int:
-    """What it takes to remember `caller`, about."""
+    """Return the estimated number of bytes that it takes to remember `caller`."""
     return NAME_BYTES + _text_bytes(caller)
 
 
 def num_streamed_by(message: Generate | GetScores) -> int:
-    """The samples of which a submission wants deltas."""
+    """Return the number of samples for which a submission wants deltas."""
     return message.params.n if isinstance(message, Generate) and message.deltas else 0
 
 
 def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) -> Generate | GetScores:
-    """A request as `caller` asks for it; what is equal then is the same request."""
+    """Return a request as `caller` submits it. Two submissions of the same request are then equal."""
     if isinstance(message, Generate):
         return message.model_copy(update={"caller": caller, "deltas": deltas})
     return message.model_copy(update={"caller": caller})
 
 
 def _text_bytes(*texts: str | None) -> int:
-    """At most, as they may be kept as UTF-8 too: `sys.getsizeof` would tell another number once they are."""
+    """Return a limit on the texts' size. `sys.getsizeof` would give more once a text is also stored as UTF-8."""
     return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
 
 
 class Submission(NamedTuple):
-    """Whom replies are sent to: the identity of a connection, and the caller behind it. `num_streamed`: the samples of
-    which deltas are wanted.
+    """A recipient of replies: the identity of a connection, and the caller behind it.
+
+    `num_streamed`: number of samples for which it wants deltas.
     """
 
     identity: bytes
@@ -98,12 +102,12 @@ class Submission(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it waits, about."""
+        """Estimated number of bytes that it takes while it waits."""
         return num_bytes_to_name(self.caller) + STREAM_BYTES * self.num_streamed
 
 
 class Submissions:
-    """The waiting submissions of one request, by connection. `num_bytes`: what they take, about."""
+    """The waiting submissions of one request, by connection. `num_bytes`: their estimated size."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, list[Submission]] = {}
@@ -114,7 +118,7 @@ class Submissions:
         return self._count
 
     def __iter__(self) -> Iterator[Submission]:
-        """As they are now, whatever changes meanwhile."""
+        """Iterate over a copy, so that submissions may change meanwhile."""
         return iter([submission for waiting in self._waiting.values() for submission in waiting])
 
     def __contains__(self, identity: bytes) -> bool:
@@ -133,7 +137,7 @@ class Submissions:
         return taken
 
     def withdraw(self, caller: str) -> None:
-        """Remove the submissions by `caller`."""
+        """Remove the submissions of `caller`."""
         for identity, waiting in list(self._waiting.items()):
             if any(submission.caller == caller for submission in waiting):
                 for submission in self.take(identity):
@@ -143,15 +147,18 @@ class Submissions:
 
 @dataclass(eq=False)
 class Entry:
-    """One request: its content as submitted, the submissions that wait for it, and the frames sent for it so far, in
-    order.
+    """One request: its content as submitted, the submissions that wait for it, and the frames sent for it so far.
 
-    `key`: its name among the requests of all users; `user`: the one that made it. `subscribers` has one for each
-    submission, as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts
-    samples still to come. `num_bytes_asked`: of the content. `callers`: all that asked for it, and of an open one how
-    many submissions of each wait; `num_aborts`: aborts that the engine has not answered. `successors`: submissions that
-    came after an abort, are not to get what it ends, and are submitted anew once it has ended. `is_wanted`: whether to
-    keep its result once it has ended.
+    - `key`: its key among the requests of all users. `user`: the user that made it.
+    - `params`: resolved parameters; None for a score.
+    - `num_unfinished`: number of samples still to come. `num_bytes_asked`: estimated size of the content.
+    - `subscribers`: one for each submission, since each gets replies of its own.
+    - `callers`: all callers that asked for it. For an open entry, with the number of waiting submissions of each.
+    - `replies`: frames so far, in order.
+    - `num_aborts`: number of aborts that the engine has not answered yet.
+    - `successors`: submissions that came after an abort. They do not get what it ends, and are submitted again once the
+      entry has ended.
+    - `is_wanted`: keep the result once the entry has ended.
     """
 
     key: str
@@ -170,32 +177,32 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What its content, its replies and its callers take, about."""
+        """Estimated size of its content, its replies and its callers."""
         return self.num_bytes_asked + sum(map(len, self.replies)) + sum(map(num_bytes_to_name, self.callers))
 
     @property
     def is_aborted(self) -> bool:
-        """Whether some of it was aborted, or is to be."""
+        """Return whether some of it was aborted, or will be."""
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
-        """Whether a submission by `caller` may join: an abort is only for callers that had asked before it came."""
+        """Return whether a submission by `caller` may join. After an abort only earlier callers may."""
         return caller in self.callers or not self.is_aborted
 
     @property
     def num_bytes_waiting(self) -> int:
-        """What the submissions that wait for it take, about."""
+        """Estimated size of the submissions that wait for it."""
         return self.subscribers.num_bytes + self.successors.num_bytes
 
     def withdraw(self, caller: str) -> None:
-        """`caller` waits no more."""
+        """Remove `caller`, which does not wait any more."""
         del self.callers[caller]
         self.subscribers.withdraw(caller)
         self.successors.withdraw(caller)
         self.is_wanted = self.is_wanted and bool(self.subscribers)
 
     def lose(self, identity: bytes) -> None:
-        """A connection is gone. Should its callers come back, what was aborted meanwhile is not for them."""
+        """Remove a lost connection. If its callers come back, results aborted meanwhile are not for them."""
         for submission in self.subscribers.take(identity):
             self.callers[submission.caller] -= 1
             if not self.callers[submission.caller]:
@@ -205,8 +212,10 @@ class Entry:
 
 @dataclass
 class ServiceStats:
-    """Lifetime counters of requests: `accepted` ones, `joined` ones that named a request already known, `finished` and
-    `failed` (answered with an error) ones of the accepted, and kept results `dropped` for want of room.
+    """Lifetime counters of requests.
+
+    `accepted`: accepted requests. `joined`: submissions of a known request. `finished`, `failed`: accepted requests
+    that have finished, or were answered with an error. `dropped`: kept results that were dropped for lack of room.
     """
 
     accepted: int = 0
@@ -217,8 +226,9 @@ class ServiceStats:
 
 
 class KeptResults:
-    """Entries that have ended, by key, in the order in which they did: at most `max_results` with `max_bytes` in all,
-    of which the oldest give way. `num_bytes`: what they take, about.
+    """Ended entries, by key, in the order in which they ended. Evicts the oldest.
+
+    Holds at most `max_results` entries with `max_bytes` in all. `num_bytes`: their estimated size.
     """
 
     def __init__(self, max_results: int, max_bytes: int, stats: ServiceStats) -> None:
@@ -233,31 +243,31 @@ class KeptResults:
         return iter(self._entries.values())
 
     def get(self, key: str) -> Entry | None:
-        """The entry of a key, if it is kept."""
+        """Return the kept entry with this key, else None."""
         return self._entries.get(key)
 
     def put(self, entry: Entry) -> None:
-        """Keep one more."""
+        """Keep an entry."""
         self._entries[entry.key] = entry
         self.num_bytes += entry.num_bytes
         self._push_out()
 
     def remember(self, entry: Entry, caller: str | None) -> None:
-        """Note that `caller`, too, has got the replies of a kept entry."""
+        """Note that `caller` has also received the replies of a kept entry."""
         if caller not in entry.callers:
             entry.callers[caller] = 1
             self.num_bytes += num_bytes_to_name(caller)
             self._push_out()
 
     def withdraw(self, entry: Entry, caller: str) -> None:
-        """`caller` wants nothing more of a kept entry, which is dropped if it was the last."""
+        """Remove `caller` from a kept entry, and drop the entry if it was the last caller."""
         if entry.callers.pop(caller, None):
             self.num_bytes -= num_bytes_to_name(caller)
         if not entry.callers:
             self.drop(entry.key)
 
     def drop(self, key: str) -> None:
-        """Drop an entry, if it is kept."""
+        """Drop the entry with this key. No-op if it is not kept."""
         if (entry := self._entries.pop(key, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
@@ -268,20 +278,20 @@ class KeptResults:
 
 
 class Awaited:
-    """Which open entries each connection waits for. `num_bytes`: what the submissions take, about."""
+    """The open entries that each connection waits for. `num_bytes`: estimated size of the submissions."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._entries: defaultdict[bytes, set[Entry]] = defaultdict(set)
 
     def add(self, entry: Entry, submissions: Submissions, submission: Submission) -> None:
-        """A submission waits among those of an entry."""
+        """Add a waiting submission to an entry's `submissions`."""
         submissions.add(submission)
         self.num_bytes += submission.num_bytes
         self._entries[submission.identity].add(entry)
 
     def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
-        """The entry's subscribers or successors, which wait no more."""
+        """Remove and return an entry's subscribers or successors, which wait no more."""
         released = list(submissions)
         self.num_bytes -= submissions.num_bytes
         for submission in released:
@@ -290,7 +300,7 @@ class Awaited:
         return released
 
     def lose(self, identity: bytes) -> list[Entry]:
-        """A connection gets no more replies. Return the entries that no submission waits for any more."""
+        """Remove a lost connection. Return the entries for which no submission waits any more."""
         lost = list(self._entries.pop(identity, ()))
         for entry in lost:
             before = entry.num_bytes_waiting
@@ -299,7 +309,7 @@ class Awaited:
         return [entry for entry in lost if not entry.subscribers and not entry.successors]
 
     def withdraw(self, entry: Entry, caller: str) -> None:
-        """`caller` waits for an entry no more."""
+        """Remove `caller` from an entry."""
         waiting = [*entry.subscribers, *entry.successors]
         before, identities = entry.num_bytes_waiting, {each.identity for each in waiting if each.caller == caller}
         entry.withdraw(caller)
@@ -315,9 +325,10 @@ class Awaited:
 
 
 class Ledger:
-    """Requests by key: `open` ones, and `kept` ones that have ended. `awaited`: which connections wait for which of the
-    open ones. `num_samples_left`: the samples of open requests that are still to come. `num_bytes_open`: what the
-    content of open requests takes, about.
+    """Requests by key: `open` ones, and `kept` ones that have ended.
+
+    `awaited`: the open entries that each connection waits for. `num_samples_left`: number of unfinished samples of open
+    requests. `num_bytes_open`: estimated size of the content of open requests.
     """
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
@@ -329,20 +340,19 @@ class Ledger:
         self.num_bytes_open = 0
 
     def find(self, user: str | None, message: Generate | GetScores) -> Entry | None:
-        """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
+        """Return the entry of the same request; None if the id is new. Raise IdConflictError for other content."""
         key = scoped(user, message.id)
         entry = self.open.get(key) or self.kept.get(key)
         if entry is not None and asked_by(entry.message, None, False) != asked_by(message, None, False):
             raise IdConflictError(
-                f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same "
-                "content",
+                f"id: {message.id!r} is in use for a request with other content; use a new id, or the same content",
                 field="id",
                 value=message.id,
             )
         return entry
 
     def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
-        """Open an entry for a new id, or in the place of a kept one."""
+        """Open an entry for a new id, or instead of a kept entry."""
         key, num_samples = scoped(user, message.id), 1 if params is None else params.n
         entry = Entry(key, user, message, params, num_samples, num_bytes_of(message))
         self.kept.drop(entry.key)
@@ -358,7 +368,7 @@ class Ledger:
         entry.is_wanted = True
 
     def subscribe(self, entry: Entry, submission: Submission) -> None:
-        """A submission gets the replies of an entry: of an open one those to come, too."""
+        """Add a submission that gets the replies of an entry, including those to come if it is open."""
         if entry.key in self.open:
             entry.callers[submission.caller] += 1
             self.awaited.add(entry, entry.subscribers, submission)
@@ -366,7 +376,7 @@ class Ledger:
             self.kept.remember(entry, submission.caller)
 
     def withdraw(self, key: str, caller: str) -> bool:
-        """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
+        """Remove `caller` from a request. Return whether nothing else is left to do."""
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
             return bool(entry.subscribers)
@@ -375,13 +385,13 @@ class Ledger:
         return entry is not None
 
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
-        """One sample (or the score) of an open entry has ended."""
+        """Note that one sample (or the score) of an open entry has ended."""
         entry.finish_reasons[reason] += 1
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
 
     def fail(self, key: str) -> None:
-        """Close an open entry that gets no result; its id is free again."""
+        """Close an open entry that gets no result. Its id is free again."""
         self.stats.failed += 1
         self.num_samples_left -= self._close(key).num_unfinished
 
@@ -394,9 +404,7 @@ class Ledger:
             self.kept.put(entry)
 
     def acknowledge(self, key: str) -> None:
-        """Drop a kept result. An open request goes on, but its result will not be kept. An unknown key changes
-        nothing.
-        """
+        """Drop a kept result. An open request goes on, but its result will not be kept. No-op for an unknown key."""
         self.kept.drop(key)
         if key in self.open:
             self.open[key].is_wanted = False
@@ -412,8 +420,8 @@ MAX_REMEMBERED = 1024
 
 @dataclass(eq=False)
 class _Known:
-    """`content`: the hash of a call, which may be long. `callers`: the connections that wait. `reply`: None until there
-    is one.
+    """A known call. `content`: hash of the call, which may be long. `callers`: connections that wait for the reply.
+    `reply`: None while the call is pending.
     """
 
     id: str
@@ -423,8 +431,10 @@ class _Known:
 
 
 class Calls:
-    """Calls by key, which is their id, or that with its user. `send` is called with a caller's identity and the frame
-    for it. No more than `most` may be under way at a time, nor wait for the reply of one.
+    """Calls by key, which is their id or a combination of user and id.
+
+    `send`: called with the identity of a client and a frame for it. `most`: limit on pending calls, and on the clients
+    that wait for the reply of one call.
     """
 
     def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
@@ -435,13 +445,14 @@ class Calls:
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The keys of the calls that have no reply yet."""
+        """The keys of the pending calls."""
         return tuple(self._under_way)
 
     def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
-        """Take a call; `answer` is due for it. False if it was sent before, and its reply with that, now or later.
+        """Take a call. Return True if the caller of this method must `answer` it.
 
-        Raises IdConflictError if its key is another call's, QueueFullError if there are too many.
+        Return False if it was sent before: its client gets the same reply, now or later. Raise IdConflictError if the
+        key belongs to another call, and QueueFullError if too many calls are pending.
         """
         content = hash(call)
         known = self._under_way.get(key) or self._answered.get(key)
@@ -451,7 +462,7 @@ class Calls:
             return True
         if known.content != content:
             raise IdConflictError(
-                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again",
+                f"id: {call.id!r} is in use for another call; use a new id, or send the same call",
                 field="id",
                 value=call.id,
             )
@@ -463,11 +474,11 @@ class Calls:
         return False
 
     def refuse(self, key: str, error: TruerollError) -> None:
-        """End a call that is under way with an error."""
+        """End a pending call with an error."""
         self.answer(key, protocol.error_message(self._under_way[key].id, error))
 
     def answer(self, key: str, reply: protocol.FromWorker) -> None:
-        """End a call that is under way."""
+        """End a pending call with a reply."""
         known = self._under_way.pop(key)
         known.reply = protocol.encode(reply)
         for identity in known.callers:
@@ -479,5 +490,5 @@ class Calls:
 
     def _check_room(self, found: int) -> None:
         if found >= self._most:
-            text = f"calls: found {found} of at most {self._most} under way; wait for their replies"
+            text = f"calls: {found} are pending (limit {self._most}); wait for their replies"
             raise QueueFullError(text, value=found + 1, limit=self._most)

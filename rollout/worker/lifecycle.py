@@ -1,8 +1,8 @@
-"""The states of a worker: which moves are legal, which calls a state allows, and what the state follows from.
+"""The states of a worker: the legal moves between them, and the calls that each state allows.
 
-Does nothing by itself: the worker acts, then tells what has become true. A call that a state does not allow raises
-IllegalStateError, which names the state, or UnavailableError where the worker ends; a move that is not in the table is
-a bug and raises RuntimeError.
+Does nothing by itself: the worker acts, and then reports what has become true. A call that a state does not allow
+raises IllegalStateError, which names the state, or UnavailableError if the worker is shutting down. A move that is not
+in the table is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "begin_push": _STANDING,
     "commit_push": _STANDING,
 }
-"""Calls that are not named here are legal in every state. Requesting the current state is a no-op and succeeds."""
+"""States in which a call is legal. Calls without an entry are legal in every state. Requesting the current state is a
+no-op and succeeds."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What outlasts a call: whether generating is paused, which memory sleeps, whether some of it was woken since, and
-    whether the weights are missing or half overwritten.
+    """The part of the state that outlasts a call.
+
+    `is_paused`: generating is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: some memory was woken
+    since it went to sleep. `is_dirty`: the weights are missing or partly overwritten.
     """
 
     is_paused: bool = False
@@ -60,12 +63,12 @@ class Standing:
 
     @property
     def is_held(self) -> bool:
-        """Whether the engine must not step."""
+        """Return whether the engine must not step."""
         return self.state != "ready"
 
     @property
     def state(self) -> State:
-        """The state of a worker that does nothing beside serving."""
+        """The state of a worker while no call is under way."""
         if self.sleeping:
             return "waking" if self.is_waking else "asleep"
         if self.is_dirty:
@@ -76,7 +79,7 @@ class Standing:
         return replace(self, is_paused=is_paused)
 
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
-        """After the memory of `tags` was given back. If the weights are gone for good, a push must follow."""
+        """Return the standing after a sleep of `tags`. If it drops the weights, a push must follow."""
         sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
         return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
 
@@ -85,12 +88,12 @@ class Standing:
         return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
 
     def overwritten(self, is_whole: bool) -> Standing:
-        """While or after the weights are written to."""
+        """Return the standing during (`is_whole` False) or after (True) an overwrite of the weights."""
         return replace(self, is_dirty=not is_whole)
 
 
 class Lifecycle:
-    """The state of one worker: of `standing`, unless it loads, is busy with a call, ends or has failed."""
+    """The state of one worker. It follows from `standing`, unless the worker loads, is busy, shuts down or failed."""
 
     def __init__(self) -> None:
         self.state: State = "loading"
@@ -101,22 +104,23 @@ class Lifecycle:
         self._busy: State | None = None
 
     def check(self, call: str) -> None:
-        """Raise IllegalStateError unless the state allows `call`; UnavailableError if no later one will."""
+        """Raise IllegalStateError unless the state allows `call`; UnavailableError if no later state will."""
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
             if self.is_ending:
-                text = f"{call}: worker is shutting down; use another one"
+                text = f"{call}: worker is shutting down; use another worker"
                 raise UnavailableError(text, value=self.state)
             raise IllegalStateError(
-                f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}",
+                f"{call}: is not allowed in state {self.state} (needs {' or '.join(sorted(legal))}); "
+                f"{_ADVICE.get(self.state, '')}",
                 value=self.state,
             )
 
     def check_weights_awake(self, call: str) -> None:
-        """Raise IllegalStateError while the memory of the weights is given back."""
+        """Raise IllegalStateError if the memory of the weights is asleep."""
         if "weights" in self.standing.sleeping:
             raise IllegalStateError(
-                f"{call}: expected weights that are awake, found state {self.state} with weights asleep; "
+                f"{call}: is not allowed in state {self.state} with weights asleep; "
                 'call wake_up(tags=["weights"]) first',
                 value=self.state,
             )
@@ -126,12 +130,12 @@ class Lifecycle:
         self._follow()
 
     def begin(self, busy: State | None) -> None:
-        """A call that takes a while has begun; `busy`, or the state of now, is shown until `end`."""
+        """Note that a long call has begun. Show `busy`, or the current state if it is None, until `end`."""
         self._busy = busy or self.state
         self._follow()
 
     def end(self, standing: Standing) -> None:
-        """The call that `begin` announced is over, and left this standing."""
+        """Note that the call of `begin` is over. `standing`: the standing that it leaves."""
         self._busy, self.standing = None, standing
         self._follow()
 
@@ -165,10 +169,10 @@ class Lifecycle:
 _ADVICE: dict[State, str] = {
     "loading": "wait until the worker is ready",
     "paused": "call resume first",
-    "draining": "wait until it is over",
+    "draining": "wait until the drain is over",
     "asleep": f"call wake_up first (tags: {', '.join(ALL_TAGS)})",
     "waking": "wake up the other tags first",
     "updating": "wait until the push is committed",
     "dirty": "push whole weights first",
-    "failed": "start the worker anew",
+    "failed": "restart the worker",
 }

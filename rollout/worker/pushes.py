@@ -1,15 +1,18 @@
-"""Pushes of weights as a worker takes them: the one under way, and the one whose weights are served.
+"""The pushes of weights in a worker: the current push, and the push that is served.
 
-`Pushes` owns where pushes go, the push under way with its thread, and the calls that wait for that; `Operations` owns
-what changes how the engine computes, one operation at a time, each between two steps. Not owned here: the transport and
-the arriving bytes (`weight_sync.worker.receiver`), and the calls that wait for their turn (`control`). It runs on the
-worker's thread; what takes long, staging a push, runs on the push's own.
+`Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for it. `Operations`
+owns the changes to how the engine computes, one operation at a time, each between two steps. Does not own: the
+transport and the received bytes (`weight_sync.worker.receiver`), or the calls that wait for their turn (`control`). It
+runs on the worker's thread; staging a push, which takes long, runs on the push's own thread.
 
-Promises: an operation either runs as a whole or leaves everything as it was; exactly one of its `done` and `cancelled`
-is called. A push is committed as a whole or not at all, and one that breaks off leaves the weights as they were, or
-`dirty`, if it was to write in place and its source was open. A push whose thread hangs is given up `MARGIN_SECONDS`
-after its timeout, and while `MOST_ABANDONED` threads that were given up go on, no other push begins. What a push has
-staged goes with it.
+Promises:
+
+- An operation either runs as a whole or leaves everything unchanged. Exactly one of its `done` and `cancelled` is
+  called.
+- A push is committed as a whole or not at all. A push that breaks off leaves the weights unchanged, or `dirty` if it
+  was in place and its source was open. Its staging is freed.
+- A push with a thread that hangs is given up `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED` such threads
+  still run, no other push begins.
 """
 
 from __future__ import annotations
@@ -46,38 +49,40 @@ if TYPE_CHECKING:
     from ...weight_sync.worker.receiver import Receiver
 
 MARGIN_SECONDS = 5.0
-"""How much longer than the timeout of a push its thread may take to answer: its own error says more."""
+"""Time beyond a push's timeout that its thread may take to answer, since its own error says more."""
 MOST_ABANDONED = 4
 
 log = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
-    """What operations need of the worker around them."""
+    """The part of the worker that operations use."""
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Gives the engine a command, which `aborts` what it has or not."""
+        """Give the engine a command. `aborts`: the command aborts all of the engine's requests."""
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Of the requests that the engine was given, how many have not ended."""
+        """Number of unfinished requests that the engine has."""
         ...
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """The action of an operation that asks nothing more of the engine."""
+    """Settle the engine: the action of an operation that needs nothing more of it."""
     return engine.settle()
 
 
 @dataclass(eq=False)
 class Operation:
-    """A call that changes what the engine does.
+    """A call that changes how the engine computes.
 
-    `busy`: the state until it is over; None: that of before. `then`: the standing afterwards. With `in_flight` `drain`
-    it waits until the engine has nothing unfinished, for at most `timeout` seconds; then `before` is called, and
-    `action` runs between two steps. `done` gets the seconds that took, `cancelled` the error that the call is answered
-    with. `opens_by`: until when (monotonic seconds) something has to be open first; None once it is.
+    - `busy`: the state until it is over; None: the state before it. `then`: the standing afterwards.
+    - `in_flight`: with `drain` the operation first waits, for at most `timeout` seconds, until the engine has no
+      unfinished requests.
+    - `before`: called right before `action`, which runs between two steps.
+    - `done`: called with the seconds that this took. `cancelled`: called with the error that answers the call.
+    - `opens_by`: time, in monotonic seconds, until which a source must have opened first; None once it is open.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -107,31 +112,31 @@ class Operations:
 
     @property
     def deadline(self) -> float:
-        """When (monotonic seconds) `follow` has something to do at the latest."""
+        """Latest time, in monotonic seconds, at which `follow` has something to do."""
         return float("inf") if self.current is None or self.current.run else self.current.deadline
 
     @property
     def is_in_engine(self) -> bool:
-        """Whether the engine has been told to do the current one, so that it cannot be cancelled."""
+        """Return whether the current operation was given to the engine, so that it cannot be cancelled."""
         return self.current is not None and self.current.run is not None
 
     def begin(self, operation: Operation) -> None:
-        """Start an operation; none is under way. Raise IllegalStateError for a drain that would never end."""
+        """Start an operation. None may be running. Raise IllegalStateError for a drain that would never end."""
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, found {count} unfinished "
-                    "requests that nothing computes; resume first, or choose in_flight recompute or abort if it is not "
-                    "a drain",
+                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, as nothing computes the "
+                    f"{count} unfinished requests; resume first, or unless this is a drain choose in_flight recompute "
+                    "or abort",
                     value=count,
                 )
-            operation.in_flight = "recompute"  # of nothing: what is there has not begun
+            operation.in_flight = "recompute"  # a no-op, since no request has begun
         self.current = operation
         self._lifecycle.begin(operation.busy)
         self.follow()
 
     def follow(self) -> None:
-        """Go on with the operation under way, if it can."""
+        """Continue the current operation, if possible."""
         operation = self.current
         if operation is None or operation.run is not None:
             return
@@ -150,7 +155,7 @@ class Operations:
         self._host.command(operation.run, aborts=operation.in_flight == "abort")
 
     def cancel(self, error: TruerollError) -> None:
-        """Refuse the current operation, which has not reached the engine: nothing was changed."""
+        """Refuse the current operation, which has not reached the engine. Nothing was changed."""
         assert self.current is not None
         operation, self.current = self.current, None
         self._lifecycle.end(self._lifecycle.standing)
@@ -158,14 +163,14 @@ class Operations:
         self._refuse(operation.call.id, error)
 
     def fail(self, error: TruerollError) -> None:
-        """The worker has failed: refuse the current operation, however far it is."""
+        """Refuse the current operation, however far it is, since the worker has failed."""
         operation, self.current = self.current, None
         if operation is not None:
             operation.cancelled(error)
             self._refuse(operation.call.id, error)
 
     def finish(self, run: Run, seconds: float) -> None:
-        """The engine has done what the current operation asked of it."""
+        """Finish the current operation, since the engine has run its action."""
         operation, self.current = self.current, None
         assert operation is not None and operation.run is run
         self._lifecycle.end(operation.then)
@@ -173,26 +178,26 @@ class Operations:
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """The error for the calls of a push whose thread does not answer."""
+    """Return the error for the calls of a push with a thread that does not answer."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
-        f"push {call.push_id}: the worker hangs, and made no progress within the timeout of {call.timeout:g} s; see "
-        "whether its file system answers, then push again"
+        f"push {call.push_id}: the worker hangs, and made no progress within the timeout of {call.timeout:g} s; check "
+        "that its file system answers, then push again"
     )
 
 
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
-        f"{operation.call.type}: expected running requests to end within its timeout, found {num_unfinished} "
-        "unfinished; nothing was changed; try again with more time, or with in_flight recompute or abort"
+        f"{operation.call.type}: timed out with {num_unfinished} unfinished requests, and nothing was changed; "
+        "try again with more time, or with in_flight recompute or abort"
     )
 
 
 class PushHost(Protocol):
-    """What pushes need of the worker around them."""
+    """The part of the worker that pushes use."""
 
     def publish_event(self, event: PushNews) -> None:
-        """Callable from any thread: brings the event to `Pushes.handle_news`."""
+        """Pass the event to `Pushes.handle_news`. May be called from any thread."""
         ...
 
     def weight_version(self) -> int: ...
@@ -200,9 +205,11 @@ class PushHost(Protocol):
 
 @dataclass(eq=False)
 class Push:
-    """A push under way. `calls`: ids of the calls that wait for its thread, with the time (monotonic seconds) at which
-    each is given up. `staging`: from when it is verified until it is over, so that its memory is freed even where
-    something still refers to the push. `is_committing`: the engine was told to take it, or is about to be.
+    """A push under way.
+
+    `calls`: ids of the calls that wait for its thread, with the time, in monotonic seconds, at which each is given up.
+    `staging`: set from verification until the push is over, so that its memory is freed even if something still refers
+    to the push. `is_committing`: the engine was told to take the staging, or is about to be.
     """
 
     begin: protocol.BeginPush
@@ -212,7 +219,7 @@ class Push:
     is_committing: bool = False
 
     def expect(self, id: str, seconds: float) -> None:
-        """The call waits for the thread from now on, which has so long to answer."""
+        """Let a call wait for the thread, for at most `seconds` and a margin."""
         self.calls[id] = time.monotonic() + seconds + MARGIN_SECONDS
 
     @property
@@ -229,7 +236,7 @@ class PushNews:
 
 
 class Target(NamedTuple):
-    """Where pushes go, on which device, and the UUID of that if it is a GPU."""
+    """The destination of pushes, its device, and the device's UUID if it is a GPU."""
 
     weights: Destination
     device: str
@@ -237,8 +244,9 @@ class Target(NamedTuple):
 
 
 class Pushes:
-    """Takes the calls of pushes that `Control` has checked. `target`: None until the model has loaded. `served`: the
-    push whose weights are served.
+    """Takes the calls of pushes that `Control` has checked.
+
+    `target`: None until the model has loaded. `served`: id of the push that brought the served weights.
     """
 
     def __init__(
@@ -256,28 +264,28 @@ class Pushes:
         self._timings, self._policy = timings, policy
         self._push: Push | None = None
         self._abandoned: list[Receiver] = []
-        """Those that owed an answer when their push was given up."""
+        """Receivers that had not answered when their push was given up."""
 
     @property
     def weights(self) -> Destination:
-        """Where pushes go, once the model has loaded."""
+        """The destination of pushes. Use it only once the model has loaded."""
         assert self.target is not None, "no call comes past the check before the model has loaded"
         return self.target.weights
 
     @property
     def deadline(self) -> float:
-        """When (monotonic seconds) `follow` has something to do at the latest."""
+        """Latest time, in monotonic seconds, at which `follow` has something to do."""
         return float("inf") if self._push is None else self._push.deadline
 
     @property
     def staging_bytes(self) -> int:
-        """What the push under way holds beside the live weights. Callable from any thread."""
+        """Bytes that the current push holds beside the live weights. May be called from any thread."""
         push = self._push
         staging = push and (push.staging or push.receiver.staging)
         return 0 if staging is None else staging.num_bytes
 
     def progress(self) -> protocol.PushProgress | None:
-        """The push under way, for `health`. Callable from any thread."""
+        """Return the progress of the current push, for `health`. May be called from any thread."""
         push = self._push
         if push is None:
             return None
@@ -293,7 +301,7 @@ class Pushes:
         )
 
     def begin(self, call: protocol.BeginPush) -> None:
-        """Begin a push, in the place of the one under way. Raise TruerollError if it cannot be."""
+        """Begin a push, which replaces the current one. Raise TruerollError if it is refused."""
         self._lifecycle.check_weights_awake(call.type)
         self._check_abandoned()
         check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
@@ -307,7 +315,7 @@ class Pushes:
         self._push = self._new_push(call)
 
     def _begin_in_place(self, call: protocol.BeginPush) -> None:
-        """Open the source, then interrupt the engine, which lets go of its weights."""
+        """Open the source, then interrupt the engine, which releases its weights."""
 
         def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             return engine.interrupt(in_flight)
@@ -333,7 +341,7 @@ class Pushes:
         operation.cancelled = lambda error: self._close(push, is_owing=operation.opens_by is not None)
 
     def _overwrite(self, push: Push) -> None:
-        """The engine has let go of its weights, for a push in place."""
+        """Let a push in place write, since the engine has released its weights."""
         self.served = None
         if self._lifecycle.is_ending:
             self._close(push, is_owing=False)
@@ -344,7 +352,7 @@ class Pushes:
         push.receiver.proceed()
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
-        """Start the thread that receives a push. Raise PushError if none can be started."""
+        """Start the thread that receives a push. Raise PushError if it cannot be started."""
         from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         assert self.target is not None
@@ -362,33 +370,33 @@ class Pushes:
         return push
 
     def pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
-        """Give a call to the push's thread. Raise TruerollError if there is none for it."""
+        """Give a call to the push's thread. Raise TruerollError if there is no such push."""
         push = self._find(call.push_id)
         if push.is_committing:
-            raise PushError(f"{call.type}: expected a push that is staged, found one that is being committed")
+            raise PushError(f"{call.type}: the push is being committed; wait for its end")
         push.expect(call.id, push.begin.timeout)
         push.receiver.take(call)
 
     def _find(self, push_id: str) -> Push:
         if self._push is None or self._push.begin.push_id != push_id:
             if self._lifecycle.is_ending:
-                raise ending()  # which broke it off: there is no use in beginning it again here
-            raise PushError(f"push: expected one that is under way, found {push_id}, which is not; begin it again")
+                raise ending()  # which broke off the push: do not advise to begin it again here
+            raise PushError(f"push: {push_id} is not under way; begin it again")
         return self._push
 
     def commit(self, call: protocol.CommitPush) -> None:
-        """Let the engine take what was staged. Raise TruerollError if nothing whole is."""
+        """Let the engine take the staged weights. Raise TruerollError if the push is not verified."""
         if self._push is None and call.push_id == self.served:
             self._reply(call.id, call.push_id, "committed")
             return
         push = self._find(call.push_id)
         if push.staging is None:
-            raise PushError("commit_push: expected a push that was verified, found one that was not; verify it first")
+            raise PushError("commit_push: the push was not verified; call verify_push first")
         self._lifecycle.check_weights_awake(call.type)
         served = self._host.weight_version()
         if push.begin.allow_older and push.begin.weight_version <= served:
             log.warning(
-                "push %s: version %d takes the place of version %d, though it is not later, as its trainer allowed; "
+                "push %s: version %d replaces version %d, although it is not later, since its trainer allows it; "
                 "samples of different weights may now carry the same version",
                 call.push_id,
                 push.begin.weight_version,
@@ -411,9 +419,9 @@ class Pushes:
         )
         self._operations.begin(operation)
         push.is_committing = True
-        push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
+        push.receiver.close()  # whether the commit succeeds or not, no call of the trainer is awaited any more
         if push.calls:
-            self._refuse_all(push, PushError("push: it is being committed, which ends what else was asked of it"))
+            self._refuse_all(push, PushError("push: is being committed, which ends its other calls"))
 
     def _finish_commit(self, call: protocol.CommitPush, push: Push, seconds: float) -> None:
         self._timings.commit_pause.observe(seconds)
@@ -424,15 +432,15 @@ class Pushes:
         self._reply(call.id, call.push_id, "committed", seconds)
 
     def abort(self, call: protocol.AbortPush) -> None:
-        """Break off this push, if it is under way, and answer how it stands. Raise UnavailableError at the end."""
+        """Break off this push if it is under way, and reply with its phase. Raise UnavailableError during shutdown."""
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # what another worker lacked of it is lost with this one
+            raise ending()  # the trainer then counts this worker, and memory that others were to map, as lost
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
-        """Forget the push under way, if any, and answer the calls that wait for it with an error."""
+        """Drop the current push, if any, and answer the calls that wait for it with an error."""
         push, self._push = self._push, None
         if push is None:
             return
@@ -442,22 +450,22 @@ class Pushes:
         self._close(push, is_owing)
 
     def break_off_unless_committing(self, error: TruerollError) -> None:
-        """Forget the push under way, unless the engine is taking it."""
+        """Drop the current push, unless the engine is taking it."""
         if self._push is not None and not self._push.is_committing:
             self.break_off(error)
 
     def follow(self) -> None:
-        """Give up a push whose thread hangs."""
+        """Give up the current push if its thread hangs."""
         if self._push is not None and time.monotonic() >= self._push.deadline:
             self.break_off(hangs(self._push.begin))
 
     def handle_news(self, news: PushNews) -> None:
-        """The thread of a push has come to an end of something."""
+        """Handle an event of a push's thread."""
         if self._is_opening(news.push):
             self._handle_opening(news.event)
             return
         if news.push is not self._push or news.push.is_committing:
-            return  # it is over or as good as that, and its calls were answered
+            return  # the push is over or being committed, and its calls were answered
         match news.event:
             case Broken(error):
                 self.break_off(error)
@@ -469,12 +477,12 @@ class Pushes:
                 self._reply(id, news.push.begin.push_id, phase, lent=lent)
 
     def _is_opening(self, push: Push) -> bool:
-        """Whether the operation under way waits for the source of this push to open."""
+        """Return whether the current operation waits for this push's source to open."""
         operation = self._operations.current
         return operation is not None and operation.opens_by is not None and operation.call is push.begin
 
     def _handle_opening(self, event: PushEvent) -> None:
-        """Interrupt the engine for a push in place if its source is open; else nothing has changed."""
+        """Interrupt the engine for a push in place if its source is open. Otherwise cancel; nothing has changed."""
         operation = self._operations.current
         assert operation is not None
         match event:
@@ -485,7 +493,7 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Let go of a push. `is_owing`: its thread has not answered, and may hang."""
+        """Release a push. `is_owing`: its thread has not answered, and may hang."""
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
         push.staging = None
@@ -495,13 +503,13 @@ class Pushes:
             self._calls.refuse(push.calls.popitem()[0], error)
 
     def _check_abandoned(self) -> None:
-        """Raise PushError if too many threads hang."""
+        """Raise PushError if too many abandoned threads still run."""
         self._abandoned = [receiver for receiver in self._abandoned if receiver.is_alive()]
         if len(self._abandoned) >= MOST_ABANDONED:
             raise PushError(
-                f"begin_push: expected fewer than {MOST_ABANDONED} pushes that were given up and go on all the same, "
-                f"found {len(self._abandoned)}; push again, and if they hang, as in reads from a file system that does "
-                "not answer, mend that or start the worker anew"
+                f"begin_push: {len(self._abandoned)} pushes that were given up still run (limit {MOST_ABANDONED}); try "
+                "again later; if they hang, for example in reads from a file system that does not answer, repair that "
+                "or restart the worker"
             )
 
     def _reply(
@@ -527,18 +535,19 @@ class Pushes:
 def check_begin(
     call: protocol.BeginPush, dtype: str, served_version: int, standing: Standing, served: str | None
 ) -> None:
-    """Raise PushError for what can be seen before anything is interrupted. `dtype`, `served_version`, `served`: of the
-    weights that are served, and the push that brought them.
+    """Check a push before anything is interrupted. Raise PushError if it cannot succeed.
+
+    `dtype`, `served_version`, `served`: dtype and version of the served weights, and the id of their push.
     """
     if call.dtype != dtype:
-        text = f"dtype: expected {dtype}, as this worker serves, found {call.dtype!r:.80}; push in that"
+        text = f"dtype: this worker serves {dtype} (got {call.dtype!r:.80}); push in {dtype}"
         raise PushError(text, field="dtype", value=call.dtype)
-    # A version that is not later is fine if that is asked for, or if it replaces what was lost.
+    # A version that is not later is allowed with `allow_older`, or if it replaces lost weights of the same version.
     is_lost_one = standing.is_dirty and call.weight_version == served_version
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
-            f"begin_push: expected a version later than {served_version}, which this worker serves, found "
-            f"{call.weight_version}; push a later one, or push with allow_older if samples of both may be confused",
+            f"begin_push: version {call.weight_version} is not later than {served_version}, which this worker serves; "
+            "push a later one, or set allow_older if samples need not be told apart by version",
             field="weight_version",
             value=call.weight_version,
             limit=served_version + 1,
@@ -547,54 +556,54 @@ def check_begin(
     if call.base is None:
         return
     if call.in_place:
-        text = "begin_push: expected whole tensors for in_place, found base; push without base"
+        text = "begin_push: in_place needs whole tensors, but the push has a base; push without base"
         raise PushError(text, field="base", value=call.base)
     if call.base != served:
         raise VersionGapError(
-            f"begin_push: expected changes to the push that is served ({served or 'none'}), found changes to "
-            f"{call.base}; push every tensor whole",
+            f"begin_push: the changes are relative to {call.base}, but this worker serves {served or 'no push'}; push "
+            "every tensor whole",
             field="base",
             value=call.base,
         )
 
 
 def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
-    """Raise PushError for adapters that can be added to nothing."""
+    """Raise PushError for adapters that cannot be added to this worker's weights."""
     if call.adapters is None:
         return
     if call.in_place or call.base is not None:
         name = "in_place" if call.in_place else "base"
-        text = f"begin_push: expected no {name} with adapters, found it; push without, or merged weights"
+        text = f"begin_push: {name} is not possible with adapters; push without {name}, or push merged weights"
         raise PushError(text, field=name, value=getattr(call, name))
     if call.adapters.is_alone and standing.is_dirty:
         raise OtherBaseError(
-            "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
-            "the model without adapters=True, which brings the weights too",
+            "begin_push: this worker has lost the weights that the adapters belong to; push the model without "
+            "adapters=True, which brings the weights too",
             field="adapters",
         )
 
 
 def is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
-    """Whether a call that waits for the engine begins or commits this push."""
+    """Return whether a call that waits for the engine begins or commits this push."""
     return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
 
 
 def _superseded_by(call: protocol.BeginPush) -> PushError:
-    return PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
+    return PushError(f"push {call.push_id} of version {call.weight_version} has replaced this one")
 
 
 def aborted() -> PushError:
-    """The error for the calls of a push that its trainer has aborted."""
-    return PushError("push: aborted by its trainer")
+    """Return the error for the calls of a push that its trainer has aborted."""
+    return PushError("push: was aborted by its trainer")
 
 
 def ending() -> TruerollError:
-    """The error for calls once the worker ends."""
+    """Return the error for calls once the worker is shutting down."""
     return UnavailableError("worker is shutting down; use another worker")
 
 
 def _no_thread() -> PushError:
     return PushError(
-        "begin_push: expected a thread to receive on, found that the system has none left; let the worker have more "
-        "(ulimit -u, or the container's limit of processes), and push again"
+        "begin_push: cannot start a thread, since the system has none left; let the worker have more (ulimit -u, or "
+        "the container's limit of processes), and push again"
     )

@@ -1,15 +1,15 @@
 """The worker: a ZMQ ROUTER socket in front of one engine.
 
-Two threads: the one that calls `Worker.run` does all input and output, and the engine thread does all computing.
-Events of the engine come to the first through its `Inbox`. Health and stats are answered from snapshots, also while a
-step runs long.
+There are two threads. The thread that calls `Worker.run` does all input and output; the engine thread does all
+computing. Events of the engine reach the first thread through its `Inbox`. Health and stats are answered from
+snapshots, even during a long step.
 
-Owns: the loop that brings messages (`Dispatch`) and events to the parts that they are for, what is read, checked and
-refused, how the worker ends (`Ending`), and its health, counters and times (`Vitals`). Does not own: requests (`book`),
+Owns: the loop that passes messages (`Dispatch`) and events to the parts that handle them; reading, checking and
+refusing messages; the shutdown (`Ending`); and health, counters and times (`Vitals`). Does not own: requests (`book`),
 the state of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
 
-Promises: no received bytes end the process; when the engine fails or the worker is told to end, every caller is
-answered before the worker ends.
+Promises: no received bytes end the process. If the engine fails or the worker shuts down, every caller gets an answer
+before the worker ends.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ log = logging.getLogger(__name__)
 
 
 class Vitals:
-    """Health, counters and times of one worker. `info`: what the engine is, as a dictionary of its EngineInfo; None
-    until the worker's own thread knows that the model has loaded.
+    """Health, counters and times of one worker.
+
+    `info`: the EngineInfo as a dictionary; None until the worker's own thread knows that the model has loaded.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Vitals:
         self._resident = ResidentMemory()
 
     def health(self, id: str = "metrics") -> protocol.Health:
-        """How the worker is."""
+        """Return the worker's health."""
         snapshot, lifecycle = self._engine_thread.snapshot, self._control.lifecycle
         requests = {"open": len(self._ledger.open), "kept": len(self._ledger.kept)}
         if snapshot is not None:
@@ -89,34 +90,35 @@ class Vitals:
         )
 
     def stats(self, id: str = "metrics") -> protocol.Stats:
-        """The lifetime counters."""
+        """Return the lifetime counters."""
         snapshot = self._engine_thread.snapshot
         engine = {} if snapshot is None else snapshot.stats
         return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._ledger.stats))
 
     def timings(self) -> Timings:
-        """How long steps, pushes and sleeps took."""
+        """Return the durations of steps, pushes and sleeps."""
         return self._timings
 
     def conditions(self) -> Conditions:
-        """How the worker stands, as far as it matters to a new request."""
+        """Return the conditions for a new request."""
         lifecycle = self._control.lifecycle
         return Conditions(lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version)
 
     @property
     def version(self) -> int | None:
-        """Of the weights that the engine had after its last step or command; None until `info` is known, so that it
-        never changes while one message is handled.
+        """Version of the engine's weights after its last step or command.
+
+        None until `info` is set, so that it does not change while a message is handled.
         """
         snapshot = self._engine_thread.snapshot
         return None if self.info is None or snapshot is None else snapshot.weight_version
 
     def close(self) -> None:
-        """Measure nothing more."""
+        """Stop measuring."""
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """`info`, and as `commit_note` why commits take longer than they could, or nothing."""
+        """Return `info` with `commit_note`: why commits take longer than necessary, or an empty text."""
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
@@ -133,7 +135,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Items from any thread, for one that waits on `fileno`."""
+    """Items from any thread, for one thread that waits on `fileno`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -142,32 +144,32 @@ class Inbox(Generic[T]):
         self._writer.setblocking(False)
 
     def put(self, item: T) -> None:
-        """One more, for the thread that waits. Callable from any thread."""
+        """Add an item and wake the waiting thread. May be called from any thread."""
         self._items.put(item)
         self.wake()
 
     def wake(self) -> None:
-        """Make the thread that waits look around. Callable from any thread, and from signal handlers."""
+        """Wake the waiting thread. May be called from any thread and from signal handlers."""
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # unread bytes are there already, and one is enough
+            pass  # the buffer is full of unread bytes, and one is enough
 
     def fileno(self) -> int:
-        """Readable once there is something to look at."""
+        """Return a descriptor that is readable after a wake-up."""
         return self._reader.fileno()
 
     @property
     def wake_fd(self) -> int:
-        """Any byte written here wakes; never blocks."""
+        """A descriptor: every byte written to it wakes the waiting thread. Writing does not block."""
         return self._writer.fileno()
 
     def clear(self) -> None:
-        """Take the wake-ups so far; to be called when `fileno` is readable."""
+        """Consume the wake-ups so far. Call it when `fileno` is readable."""
         self._reader.recv(4096)
 
     def get(self) -> T | None:
-        """The next item; None if there is none."""
+        """Return the next item; None if there is none."""
         try:
             return self._items.get_nowait()
         except queue.Empty:
@@ -175,14 +177,15 @@ class Inbox(Generic[T]):
 
 
 ABORT_SECONDS = 5.0
-"""How long the engine may take to abort what is left after the drain deadline."""
+"""Time for the engine to abort the remaining requests after the drain deadline."""
 FAILED_SECONDS = 0.5
-"""How long a failed worker still answers, so that a health check can see the state."""
+"""Time for which a failed worker still answers, so that a health check can see the state."""
 
 
 class Ending:
-    """`deadline`, in monotonic seconds: when the worker has to act at the latest. `is_aborting`: the engine was told to
-    end what is left.
+    """The shutdown of a worker.
+
+    `deadline`: latest time to act, in monotonic seconds. `is_aborting`: the engine was told to abort the rest.
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -192,68 +195,68 @@ class Ending:
         self._num_asked = 0
 
     def ask(self) -> None:
-        """The worker is to end; asked again, at once. Callable from any thread, and from signal handlers."""
+        """Ask the worker to shut down; the second call, at once. May be called from any thread and signal handlers."""
         self._num_asked += 1
 
     @property
     def is_asked(self) -> bool:
-        """Whether the worker is to end."""
+        """Return whether the worker was asked to shut down."""
         return self._num_asked > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it was asked again."""
+        """Return whether it was asked again."""
         return self._num_asked > 1
 
     @property
     def is_due(self) -> bool:
-        """Whether the deadline is over."""
+        """Return whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
     def start(self) -> None:
-        """What is under way may go on for the drain's time."""
+        """Set the deadline: running requests may go on for the drain's time."""
         self.deadline = time.monotonic() + self._drain_seconds
 
     def hurry(self) -> None:
-        """What is under way may go on no longer, unless it is being aborted already."""
+        """Move the deadline to now, unless the rest is being aborted already."""
         if not self.is_aborting:
             self.deadline = time.monotonic()
 
     def start_aborting(self) -> None:
-        """The engine was told to end what is left."""
+        """Note that the engine was told to abort the rest, and set the deadline for it."""
         self.is_aborting = True
         self.deadline = time.monotonic() + ABORT_SECONDS
 
     def fail(self) -> None:
-        """The worker has failed, and answers a little longer."""
+        """Note that the worker has failed. It still answers for `FAILED_SECONDS`."""
         self.deadline = time.monotonic() + FAILED_SECONDS
 
 
 ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
-"""Of a message. Reading costs time for each, and only a bucket of a push has many."""
+"""Limits on the elements of a message. Each costs time to read, and only a bucket of a push needs many."""
 FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protocol.GetHealth | protocol.GetStats
 
 
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
-    """The message in frames. Raise ProtocolError or MessageTooLargeError, whatever the bytes are."""
+    """Decode the message in `frames`. Raise ProtocolError or MessageTooLargeError for any bytes that are invalid."""
     frame = _only_frame(frames, max_message_bytes)
     try:
         return protocol.from_client(frame, ELEMENTS_BY_ROLE[role])
     except TruerollError:
         raise
-    except Exception as error:  # a fault of the libraries that read it, which must not end the worker
+    except Exception as error:  # a fault of a decoding library must not end the worker
         log.exception("could not read a message of %d bytes", len(frame))
-        raise ProtocolError(f"message: expected one that can be read, found {type(error).__name__}") from None
+        raise ProtocolError(f"message: could not be read ({type(error).__name__})") from None
 
 
 def _only_frame(frames: list[bytes], limit: int) -> bytes:
     if len(frames) != 1:
         found = len(frames)
-        text = f"message: expected one frame (a DEALER socket sends that), found {found}"
+        text = f"message: must be one frame, as a DEALER socket sends it (got {found} frames)"
         raise ProtocolError(text, value=found, limit=1)
     if (found := len(frames[0])) > limit:
         raise MessageTooLargeError(
-            f"message: expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit",
+            f"message: has {found} bytes (limit {limit}, max_message_bytes); send less, or raise the limit",
             value=found,
             limit=limit,
         )
@@ -261,28 +264,30 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 
 
 def check_peer(peer: Peer, message: protocol.Call) -> None:
-    """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if its
-    connection has ended where it matters: the replies could go to the client that gets the connection's identity next,
-    or the request was to end with it.
+    """Raise ForbiddenError unless the client's role and its connection allow the call.
+
+    Raise UnavailableError for a request on an ended connection, if the replies could go to the client that gets the
+    connection's identity next, or if the request was to end with the connection.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(
-            f"{message.type}: expected a client with the role control, found {client.user} with the role "
-            f"{client.role}; use another key, or change the worker's clients_file and start it anew",
+            f"{message.type}: needs the role control, but {client.user} has the role {client.role}; use another key, "
+            "or change the worker's clients_file and restart the worker",
             value=client.role,
         )
-    # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
+    # Replies go to the identity that sent the request. If a client could choose it, another user could take it over.
     if client.user is not None and not peer.identity.startswith(b"\0"):
-        raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
+        raise ForbiddenError("connection: must not have an identity of its own (ZMQ_ROUTING_ID); set none")
     needs_peer = client.user is not None or getattr(message, "while_connected", False)
     if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
-        raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
+        raise UnavailableError("connection: has ended; connect and ask again")
 
 
 class Dispatch:
-    """Takes messages of at most `max_message_bytes` from `router`: requests go to `book`, questions to `vitals`, and
-    what controls the worker to `control`.
+    """Takes messages of at most `max_message_bytes` from `router`.
+
+    Requests go to `book`, questions to `vitals`, and control calls to `control`.
     """
 
     def __init__(
@@ -292,9 +297,9 @@ class Dispatch:
         self._max_message_bytes = max_message_bytes
 
     def take(self, peer: Peer, frames: list[bytes]) -> None:
-        """Act on a message of a client, or answer why not."""
+        """Handle a message of a client, or reply with the error why not."""
         if not frames:
-            return  # of a client that is to be told first that its replies are lost
+            return  # the client must first be told that its replies were lost
         try:
             message = read(frames, peer.client.role, self._max_message_bytes)
         except TruerollError as error:
@@ -310,9 +315,9 @@ class Dispatch:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._refuse(peer, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # nothing that is known raises it; if something does, the worker goes on
+        except OSError as error:  # nothing known raises it; if something does, the worker goes on
             log.exception("could not serve a %s", message.type)
-            refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
+            refused = UnavailableError(f"worker: the system refused a resource ({error.strerror}); try again later")
             self._refuse(peer, message.id, refused, getattr(message, "caller", None))
 
     def _handle(self, peer: Peer, message: protocol.Call) -> None:
@@ -334,16 +339,16 @@ class Dispatch:
 
 
 MOST_CALLS = 1024
-"""Calls to control the worker that may be under way, and times that one of them may be asked for."""
+"""Limit on pending control calls, and on the clients that wait for the reply of one call."""
 TURN_SECONDS = 0.01
-"""After so long with messages, other work has its turn; one message may take longer."""
+"""Time for messages before other work gets its turn. One message may take longer."""
 
 
 class Worker:
-    """Serves the engine that `make_engine` builds, on the address of `config`.
+    """Serves the engine that `make_engine` builds, at the address of `config`.
 
-    The constructor binds the socket and raises ConfigError if it cannot. `on_ready` is called once, with the engine's
-    info, when requests can run. `address` is where clients connect.
+    The constructor binds the socket. Raise ConfigError if that fails. `on_ready`: called once, with the engine's info,
+    when requests can run. `address`: address for clients.
     """
 
     def __init__(
@@ -376,39 +381,39 @@ class Worker:
                 self._close_system()
                 raise
 
-    # Callable from other threads, `drain` from signal handlers too.
+    # May be called from other threads; `drain` from signal handlers, too.
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """Address for clients."""
         return self._router.address
 
     def drain(self) -> None:
-        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, end.
+        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, and end.
 
-        Called again: abort at once.
+        A second call aborts at once.
         """
         self._ending.ask()
         self._inbox.wake()
 
     def publish_event(self, event: Event | PushNews) -> None:
-        """Bring an event of another thread to the worker's own."""
+        """Pass an event of another thread to the worker's own thread."""
         self._inbox.put(event)
 
     @property
     def wake_fd(self) -> int:
-        """Any byte written here makes the worker look around; never blocks."""
+        """A descriptor: every byte written to it wakes the worker's loop. Writing does not block."""
         return self._inbox.wake_fd
 
     @property
     def is_computing(self) -> bool:
-        """Whether the engine thread still runs, which after `run` means that it is stuck in a step or in loading."""
+        """Return whether the engine thread runs. After `run` this means that it is stuck in a step or in loading."""
         return self._engine_thread.is_alive()
 
     # Everything below runs on the thread that called `run`.
 
     def run(self) -> None:
-        """Serve until drained. Raises ConfigError or ModelError if the engine cannot load, else WorkerFailedError."""
+        """Serve until drained. Raise ConfigError or ModelError if the engine cannot load, else WorkerFailedError."""
         self._engine_thread.start()
         try:
             self._loop()
@@ -464,20 +469,20 @@ class Worker:
         self._router.close()
         self._vitals.close()
 
-    # What `control` needs, beside `publish_event`.
+    # The rest of the `Host` of `control`.
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None:
         """Send a message to a client."""
         self._router.send(identity, protocol.encode(message))
 
     def weight_version(self) -> int:
-        """Of the weights that the engine had after its last step or command."""
+        """Return the version of the engine's weights after its last step or command."""
         assert self._vitals.version is not None
         return self._vitals.version
 
     @property
     def instance(self) -> str:
-        """Random for each process."""
+        """A random identifier of the process."""
         return self._vitals.instance
 
     def _take_messages(self) -> None:
@@ -487,7 +492,7 @@ class Worker:
             if time.monotonic() >= end:
                 return
 
-    # Events from the engine and from pushes.
+    # Events of the engine and of pushes.
 
     def _take_events(self) -> None:
         while (event := self._inbox.get()) is not None:
@@ -495,7 +500,7 @@ class Worker:
 
     def _handle_event(self, event: Event | PushNews) -> None:
         if self._state == "failed":
-            return  # everyone was answered already
+            return  # every caller was answered already
         match event:
             case Loaded(info, weights):
                 self._finish_loading(info, weights)
@@ -526,10 +531,10 @@ class Worker:
         if self._state == "ready":
             self._on_ready(info)
 
-    # Ending.
+    # Shutdown.
 
     def _follow_ending(self) -> None:
-        """Act on calls of `drain`, and on the deadline that the first of them set."""
+        """Act on calls of `drain`, and on the deadline that the first call sets."""
         if self._state == "failed" or not self._ending.is_asked:
             return
         if not self._control.lifecycle.is_ending:
@@ -538,15 +543,17 @@ class Worker:
                 self._book.let_in_the_last()
             self._ending.start()
         if self._ending.is_urgent or self._control.lifecycle.standing.is_held:
-            self._ending.hurry()  # what nothing computes need not be waited for
+            self._ending.hurry()  # nothing computes the remaining requests
         if self._ending.is_due and self._has_unanswered:
             self._abort_open_requests()
 
     def _abort_open_requests(self) -> None:
         if self._vitals.info is None:
-            self._fail_everything(UnavailableError("worker: shut down before its model had loaded; use another worker"))
+            self._fail_everything(
+                UnavailableError("worker: was shut down before its model had loaded; use another worker")
+            )
         elif self._ending.is_aborting:
-            self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
+            self._fail(TimeoutError(f"the engine did not abort all requests within {ABORT_SECONDS} s"))
         else:
             log.warning("aborting %d unfinished requests", len(self._book.ledger.open))
             self._book.abort_all()
@@ -573,5 +580,5 @@ def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
         return cause
     what = "could not load" if was_loading else "failed"
     return WorkerFailedError(
-        f"worker: the engine {what} ({type(cause).__name__}: {cause}); start the worker anew, its log says more"
+        f"worker: the engine {what} ({type(cause).__name__}: {cause}); restart the worker; its log has more"
     )

@@ -1,4 +1,4 @@
-"""What travels in a push: messages, pieces and buckets, tensors as bytes.
+"""The content of a push: messages, pieces and buckets, and tensors as bytes.
 
-Owns: the form of all that both sides must agree on. Does not own: how it travels (`transports`).
+Owns: the formats that both sides must agree on. Does not own: how the bytes travel (`transports`).
 """

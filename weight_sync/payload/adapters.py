@@ -1,4 +1,4 @@
-"""What a push with adapters must bring. Imports no torch."""
+"""The tensors that a push with adapters must bring. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from ...kernels.spellings import Parts
 from .manifest import Adapters, Parameters, Shape, describe_unknown, factor_names, list_names
 
 MOST_OF_WEIGHTS = 4
-"""How many times the elements of all weights A and B may have together, so that no number in a message takes memory
-without end. Those of one weight may have any number: a gate of a single row has fewer elements than its A."""
+"""Limit on the elements of all A and B together, as a multiple of the elements of all weights.
+
+It bounds the memory that a rank in a message can claim. There is no limit for a single weight: if a weight has one row,
+such as a gate, its A alone has more elements than the weight."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """`Parameters` of a push with adapters: all of the worker's or, of adapters alone, those that have no base; and of
-    each weight with an adapter A and B.
+    """The `Parameters` of a push with adapters.
+
+    A push of adapters alone brings only the parameters that have no base; any other push brings all parameters. Both
+    bring A and B for each weight with an adapter.
     """
 
     dtype: str
@@ -31,8 +35,10 @@ class Adapted:
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """What a push must bring to a worker that wants these parameters without adapters. Raise PushError if it has no
-    such weights.
+    """Return the tensors that a push with `adapters` must bring to a worker that wants `wanted` without adapters.
+
+    Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in a push of
+    adapters alone, or if A and B have too many elements together.
     """
     base, adapted = dict(adapters.base or ()), {name for name, *_ in adapters.weights}
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
@@ -40,11 +46,11 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     shapes = {name: shape for name, shape in wanted.shapes.items() if name not in base}
     dtypes = dict(wanted.dtypes)
     if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
-        raise PushError(f"adapters: expected a base for each, but none has {list_names(both)}; push every tensor whole")
+        raise PushError(f"adapters: {list_names(both)} have an adapter but no base; push every tensor whole")
     for name, rank, _ in adapters.weights:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
-            raise PushError(f"tensor {name}: expected a matrix for an adapter, found shape {list(shape)}; leave it out")
+            raise PushError(f"tensor {name}: only a matrix can have an adapter (shape {list(shape)}); leave it out")
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
         dtypes |= dict.fromkeys((a, b), dtypes[name]) if name in dtypes else {}
@@ -52,8 +58,8 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
     if found > most:
         raise PushError(
-            f"adapters: expected A and B with at most {MOST_OF_WEIGHTS} times the elements of all weights, {most}, "
-            f"found {found}; push the merged weights"
+            f"adapters: A and B have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times those of all weights); "
+            "push the merged weights"
         )
     parts = {} if adapters.is_alone else wanted.parts
     return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored)

@@ -1,6 +1,6 @@
-"""The messages of a push, and the words that all messages of the wire protocol are made of.
+"""The messages of a push, and the types that all messages of the wire protocol are made of.
 
-`rollout.protocol` takes them into its unions, and owns their form on the wire. Imports no torch.
+`rollout.protocol` adds these messages to its unions and owns their form on the wire. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
 
 
 class Message(BaseModel):
-    """A message, or a part of one: what is unknown, mistyped or out of its range is refused."""
+    """A message or a part of a message. Unknown fields, wrong types and values out of range are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class BeginPush(Message):
-    """Begins a push of weights, and ends one that was under way before.
+    """Call that begins a push of weights. It ends a push that was under way before.
 
-    `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
-    whole. `adapters`: what is added to the weights that it brings or, for a push of adapters alone, to those that the
-    worker had before adapters. `allow_older`: also if the version is not later than the one that is served.
-    `in_place`: write into the live weights, for want of memory: once the source is open, nothing is generated until the
-    commit, and `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds.
-    `lends`: put the weights where workers of the same kin can map them, too. `timeout`: seconds that each other wait of
-    this push may take.
+    - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
+    - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
+      that the worker had before adapters.
+    - `allow_older`: accept a version that is not later than the served one.
+    - `in_place`: write into the live weights, if there is no memory for a second set. From the opening of the source
+      until the commit nothing is generated.
+    - `in_flight`: with `in_place`, what happens to running requests. `drain` may take `drain_timeout` seconds.
+    - `lends`: put the weights where workers of the same kin can map them too.
+    - `timeout`: maximum of each other wait of this push, in seconds.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -58,12 +60,12 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the push brings every tensor whole, and no adapters."""
+        """Return whether the push brings every tensor whole, and no adapters."""
         return self.base is None and self.adapters is None
 
 
 class StageBucket(Message):
-    """Announces a bucket. Its reply says that the bytes were copied and are right, so that its place is free again."""
+    """Call that announces a bucket. The reply says that its bytes were copied and are correct, so its slot is free."""
 
     type: Literal["stage_bucket"] = "stage_bucket"
     id: Id
@@ -72,7 +74,7 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+    """Call that asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -81,7 +83,10 @@ class VerifyPush(Message):
 
 
 class CommitPush(Message):
-    """Asks to serve the verified weights from the next step on. `in_flight` `drain` takes at most `timeout` seconds."""
+    """Call that asks to serve the verified weights from the next step on.
+
+    `timeout`: maximum of a `drain` of running requests, in seconds.
+    """
 
     type: Literal["commit_push"] = "commit_push"
     id: Id
@@ -91,7 +96,7 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Asks to forget a push. One that is not known counts as aborted; one that is committed stays so, and says it."""
+    """Call that aborts a push. An unknown push counts as aborted. A committed push stays so, and the reply says it."""
 
     type: Literal["abort_push"] = "abort_push"
     id: Id
@@ -104,15 +109,19 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """What a push must bring, and what is served now.
+    """What a push must bring, and which weights are served.
 
-    `dtype`: of pushes; `dtypes`: of parameters that come in another. `shapes`: of every parameter, by its Hugging Face
-    name. `parts`: of those that are stacks of matrices, one for each expert, and may come in parts instead: what the
-    parts of one matrix are called, in the order of their rows, of which each has as many, with the expert's number in
-    place of `{}`. `tied`: names that are copies of a parameter, and of which; `ignored`: further names that may be left
-    out. `push_id`: the push that is served, None for the model's own
-    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU. `kin`: equal for
-    workers that may share the memory of their weights, None for one that cannot. `instance`: see `Health`.
+    - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that come in another one.
+    - `shapes`: shape of every parameter, by its Hugging Face name.
+    - `parts`: for each stack of matrices (one for each expert) that may come in parts instead: the names of the parts
+      of one matrix, in the order of their rows. All parts have the same number of rows. `{}` stands for the number of
+      the expert.
+    - `tied`: names that are copies of a parameter, with the name of that parameter. `ignored`: further names that may
+      be left out.
+    - `push_id`: id of the served push; None for the model's own checkpoint, or if no complete weights are there.
+    - `gpu`: UUID of the weights' GPU; None on a CPU.
+    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot.
+    - `instance`: see `Health`.
     """
 
     type: Literal["weights"] = "weights"
@@ -131,10 +140,10 @@ class Weights(Message):
 
 
 class PushStatus(Message):
-    """Ends a begin_push, stage_bucket, verify_push, commit_push or abort_push: how far the push has come.
+    """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
     `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping;
-    None before it. `lent`: where to find the weights, of a worker that has verified and `lends`.
+    None before the commit. `lent`: where the weights are, from a worker that has verified a push with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"
@@ -148,7 +157,7 @@ class PushStatus(Message):
 
 
 class PushProgress(Message):
-    """A push under way, as `Health` shows it. `bytes_staged` and `seconds` count from its beginning."""
+    """A push under way, as `Health` shows it. `bytes_staged` and `seconds` count from the beginning of the push."""
 
     push_id: PushId
     weight_version: Count

@@ -1,8 +1,8 @@
-"""A safetensors file that may be wrong, or change while it is read: its header, and one tensor after the other.
+"""Reader for a safetensors file that may be wrong, or may change while it is read: the header, then tensor by tensor.
 
-Owns the checks of the header, which is read once. Does not own the file. Promises that no length or offset is believed
-before it is checked, and that a file which is cut short is an error: it is read by calls, which let other
-threads run, and never mapped, since touching what is gone of a mapped file ends the process.
+Owns the checks of the header, which is read once. Does not own the file. Promises that every length and offset is
+checked before it is used, and that a file which is cut short is an error. The file is read by calls, during which other
+threads run. It is never mapped, since an access to a missing part of a mapped file would end the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Count = Annotated[Count, Strict()]
 
 
 class TensorEntry(BaseModel):
-    """Where a tensor lies: at `data_offsets`, beginning and end, of the bytes behind the header."""
+    """Place of a tensor: the bytes [begin, end) behind the header, given by `data_offsets`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,11 +48,13 @@ class TensorEntry(BaseModel):
 
 
 class TensorFile:
-    """The tensors of `file`, all of them of `dtype`, a name such as bfloat16, but for those that `dtypes` names;
-    `entries` in the order of their bytes.
+    """The tensors of the safetensors file `file`.
 
-    Raise PushError, which names `path`, if it is not a whole safetensors file with such tensors, or has a header of
-    more than `max_header_bytes`.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have another one,
+    by name. `entries`: the tensors in the order of their bytes.
+
+    Raise PushError with `path` if this is not a whole safetensors file with such tensors, or if its header has more
+    than `max_header_bytes`.
     """
 
     def __init__(self, file: FileIO, path: Path, dtype: str, dtypes: Mapping[str, str], max_header_bytes: int) -> None:
@@ -61,13 +63,13 @@ class TensorFile:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(self._read(0, min(size, _LENGTH_BYTES)).data, "little")
         self._start = _LENGTH_BYTES + length
-        self._expect(length <= max_header_bytes, f"a header of {length} bytes, more than {max_header_bytes}")
-        self._expect(self._start <= size, f"{size} bytes, fewer than the header's end at {self._start}")
+        self._expect(length <= max_header_bytes, f"its header has {length} bytes (limit {max_header_bytes})")
+        self._expect(self._start <= size, f"it has {size} bytes, but its header ends at {self._start}")
         self.entries = self._parse(self._read(_LENGTH_BYTES, length).tobytes())
         self._check_layout(dtype, dtypes, size - self._start)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The bytes of a tensor, in memory of their own: uint8 [num_bytes]. Raise PushError if they are gone."""
+        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if they cannot be read."""
         return torch.from_numpy(self._read(self._start + entry.data_offsets[0], entry.num_bytes))
 
     def _read(self, offset: int, num_bytes: int) -> np.ndarray:
@@ -77,11 +79,11 @@ class TensorFile:
             try:
                 count = os.preadv(self._file.fileno(), [left], offset)
             except OSError as error:
-                raise PushError(f"disk: expected to read {self._path}, found {error.strerror}; push again") from None
+                raise PushError(f"disk: cannot read {self._path}: {error.strerror}; push again") from None
             if not count:
                 raise PushError(
-                    f"disk: expected {len(left)} bytes more in {self._path}, found the file cut short while it was "
-                    "read; write the folder again"
+                    f"disk: {self._path} was cut short while it was read ({len(left)} bytes are missing); "
+                    "write the folder again"
                 )
             left, offset = left[count:], offset + count
         return data
@@ -89,35 +91,33 @@ class TensorFile:
     def _parse(self, header: bytes) -> list[TensorEntry]:
         try:
             values = json.loads(header.decode(), object_pairs_hook=_without_repeats)
-            self._expect(isinstance(values, dict), "a header that is no JSON map")
+            self._expect(isinstance(values, dict), "its header is not a JSON map")
             values.pop(_METADATA, None)
             entries = [TensorEntry.model_validate(_named(name, value)) for name, value in values.items()]
         except ValidationError as error:
-            raise self._wrong(f"a header with a wrong tensor ({first_fault(error)})") from None
+            raise self._wrong(f"its header has a wrong tensor ({first_fault(error)})") from None
         except (ValueError, RecursionError) as error:
-            raise self._wrong(f"a header that cannot be read ({error!s:.200})") from None
+            raise self._wrong(f"its header cannot be read ({error!s:.200})") from None
         return sorted(entries, key=lambda entry: entry.data_offsets)
 
     def _check_layout(self, dtype: str, dtypes: Mapping[str, str], num_bytes: int) -> None:
         end = 0
         for entry in self.entries:
             own = dtypes.get(entry.name, dtype)
-            found = f"tensor {entry.name} as {entry.dtype:.20} {list(entry.shape)} at {list(entry.data_offsets)}"
-            self._expect(entry.dtype == DTYPE_CODES[own], f"{found}, which is not {own}")
-            self._expect(entry.data_offsets[0] == end, f"{found}, where the one before it ends at {end}")
+            found = f"tensor {entry.name} has {entry.dtype:.20} {list(entry.shape)} at {list(entry.data_offsets)}"
+            self._expect(entry.dtype == DTYPE_CODES[own], f"{found}, but its dtype must be {own}")
+            self._expect(entry.data_offsets[0] == end, f"{found}, but the tensor before it ends at {end}")
             expected = math.prod(entry.shape) * dtype_named(own).itemsize
-            self._expect(entry.num_bytes == expected, f"{found}, which is not its {expected} bytes")
+            self._expect(entry.num_bytes == expected, f"{found}, but its shape takes {expected} bytes")
             end = entry.data_offsets[1]
-        self._expect(end == num_bytes, f"{num_bytes} bytes behind the header, where its tensors have {end}")
+        self._expect(end == num_bytes, f"it has {num_bytes} bytes behind its header, but its tensors have {end}")
 
     def _expect(self, holds: bool, found: str) -> None:
         if not holds:
             raise self._wrong(found)
 
     def _wrong(self, found: str) -> PushError:
-        return PushError(
-            f"disk: expected a whole safetensors file in {self._path}, found {found}; write the folder again"
-        )
+        return PushError(f"disk: {self._path} is not a whole safetensors file: {found}; write the folder again")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,5 +129,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _named(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise ValueError(f"tensor {ascii(name[:80])} is no map of dtype, shape and data_offsets")
+        raise ValueError(f"tensor {ascii(name[:80])} is not a map of dtype, shape and data_offsets")
     return {"name": name, **value}

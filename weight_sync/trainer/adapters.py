@@ -1,7 +1,7 @@
-"""The adapters of a PEFT model on their way: alone, or beside all tensors of the model.
+"""The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to, which are computed anew only for those that changed as far
-as torch's version counters tell. Keeps no tensor alive.
+Owns the checksums of the tensors that adapters are added to. A checksum is computed anew only if torch's version
+counter, or the tensor's memory, shows a change. Keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
 class Checksums:
-    """Of tensors in some dtype, remembered as long as a tensor lives and nothing is seen to have changed it."""
+    """Checksums of tensors in some dtype, cached for as long as a tensor lives and shows no change."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """That of a tensor, which is `whole` where it is sharded."""
+        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor; `tensor` itself if not sharded."""
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
             self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))
@@ -34,8 +34,10 @@ class Checksums:
 
 
 class AdaptedTensors(Protocol):
-    """The tensors of a model by the names that workers know, without adapters; which of them are trained whole; and by
-    the names of weights [N, K] their adapters: A [R, K], B [N, R], and what multiplies their product.
+    """A PEFT model's tensors and adapters, under the names that workers know.
+
+    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained whole. `adapters`: for the
+    name of each weight [N, K] with an adapter, (A [R, K], B [N, R], scale of their product).
     """
 
     @property
@@ -47,15 +49,16 @@ class AdaptedTensors(Protocol):
 
 
 class TrainerAdapters:
-    """What a push of a PEFT model sends: with `alone` its adapters and `modules_to_save`, else all of it.
+    """The tensors that a push of a PEFT model sends: with `alone` its adapters and `modules_to_save`, else all tensors.
 
-    `sent`: the tensors that travel, by the names that workers know. `tensors`: before them those that adapters come
-    without, which every rank of the trainer gathers alike. Raise PushError for none that are sent `alone`.
+    `sent`: the tensors to send, under the names that workers know. `tensors`: the base weights that are not sent, then
+    `sent`; every rank of the trainer gathers them in this order. Raise PushError if `alone` is set and no adapter is
+    enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:
         if alone and not found.adapters:
-            raise PushError("adapters: expected some that are enabled, found none; enable them, or push without them")
+            raise PushError("adapters: none are enabled; enable them, or push without adapters")
         self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
         self.is_alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
@@ -65,9 +68,10 @@ class TrainerAdapters:
         self.tensors = self._base | self.sent
 
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
-        """What is told to workers that want these parameters. Takes from `tensors` what is not sent.
+        """Return the adapters' description for workers that want these parameters.
 
-        Raise PushError for names that they do not know, and for ties that the trainer does not have.
+        Consumes the base weights from `tensors`, and leaves the tensors to send in it. Raise PushError for names that
+        the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:
             return Adapters(weights=self._scales)

@@ -1,13 +1,16 @@
-"""The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
+"""The sending of a push: fills buckets or a folder, and announces them, until all workers have committed the weights.
 
-`Packer` owns where the pieces of tensors lie in buckets. They are packed in the order they come, each at a multiple of
-`ALIGNMENT` bytes. What does not fit in the rest of a bucket is cut where it may be; a bucket is larger than
-`bucket_bytes` only if a single block that may not be cut is. No bucket has more than `MOST_PIECES`. `Outbox` owns which
-of two slots is free, as one is filled while the other is under way. It copies each tensor once, straight into its slot,
-converting dtype and device on the way. `WeightSender` owns the buffers, the copy of the served weights that sparse
-pushes need, and the checksums that pushes of adapters need. Not owned here: the workers, the transaction that announces
-the buckets, and the trainer's tensors, of which none is kept. In memory there are one gathered tensor and two buckets,
-and with `sparse` that copy, in the workers' dtypes.
+- `Packer` owns the places of pieces in buckets. Pieces are packed in the order in which tensors come, each at a
+  multiple of `ALIGNMENT` bytes. A tensor that does not fit into the rest of a bucket is cut where a cut is allowed. A
+  bucket is larger than `bucket_bytes` only if a single block that must not be cut is larger. No bucket has more than
+  `MOST_PIECES`.
+- `Outbox` owns which of two slots is free: one is filled while the other is under way. It copies each tensor once,
+  straight into its slot, and converts dtype and device on the way.
+- `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
+  adapters.
+
+Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors, none of which it keeps.
+Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -64,16 +67,17 @@ from .transaction import PushSettings, Transaction
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
-"""What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
+"""Sizes of buckets in host memory, the fastest ones measured. New shared memory costs more than short messages, while
+a broadcast costs less per byte the longer it is."""
 GPU_BUCKET_BYTES = 64 * 2**20
-"""For buckets in the memory of a GPU. Two are there at a time, and each costs a round of messages."""
+"""Size of buckets in the memory of a GPU. Two exist at a time, and each costs a round of messages."""
 ADAPTER_BUCKET_BYTES = 2**20
-"""For adapters alone, which are so little that two larger ones would not be under way at the same time."""
+"""Size of buckets for adapters alone. With larger buckets the adapters fit into one, and nothing overlaps."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Units [start, start + length) of something lie in bucket `bucket`, from byte `offset` on."""
+    """A piece: units [start, start + length) of a packed object, in bucket `bucket` from byte `offset` on."""
 
     start: int
     length: int
@@ -82,7 +86,7 @@ class Cut:
 
 
 class Packer:
-    """Packs one thing after the other. Remembers only where the last one ended."""
+    """Packs objects one after the other. Keeps only the end of the last one."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -91,7 +95,7 @@ class Packer:
         self._num_pieces = 0
 
     def place(self, count: int, unit_bytes: int, multiple: int = 1) -> Iterator[Cut]:
-        """Places for `count` units, cut at multiples of `multiple`. One empty place if there are none."""
+        """Yield places for `count` units, cut at multiples of `multiple`. Yield one empty place if `count` is 0."""
         start = 0
         while True:
             if self._num_pieces == MOST_PIECES:
@@ -121,14 +125,15 @@ class Packer:
 
 
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
-    """Of a tensor: how many rows, how many bytes in each, and at which multiples it may be cut. A row of a stack of
-    matrices is one of these.
+    """Return the layout of a tensor: number of rows, bytes of a row, and the multiple of rows at which it may be cut.
+
+    A row of a stack of matrices is one of the matrices.
     """
     return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
 
 
 def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int:
-    """The size of the largest bucket that tensors of these shapes can need."""
+    """Return the size of the largest bucket that tensors of these shapes can need, in bytes."""
     blocks = [
         min(rows, multiple) * num_bytes for rows, num_bytes, multiple in (row_layout(s, itemsize) for s in shapes)
     ]
@@ -137,7 +142,7 @@ def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int
 
 @dataclass
 class _Filling:
-    """The bucket that is being filled: its number, where its content ends, and its pieces."""
+    """The bucket that is being filled: its index, the end of its content in bytes, and its pieces."""
 
     index: int = 0
     end: int = 0
@@ -145,9 +150,7 @@ class _Filling:
 
 
 class Outbox:
-    """Sends tensors through `slots`, each in the dtype that `dtype_of(name)` says, in buckets that `transaction`
-    announces.
-    """
+    """Sends tensors through `slots`, each in the dtype `dtype_of(name)`, in buckets that `transaction` announces."""
 
     def __init__(
         self, slots: Slots, transaction: Transaction, dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
@@ -171,7 +174,7 @@ class Outbox:
             self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Send the changed elements of a tensor, of which there may be none."""
+        """Send the changed elements of a tensor. There may be none."""
         total, dtype = len(indices), self._dtype_of(name)
         for cut in self._packer.place(total, INDEX_DTYPE.itemsize + dtype.itemsize):
             chosen = slice(cut.start, cut.start + cut.length)
@@ -183,10 +186,10 @@ class Outbox:
             self._filling.pieces.append(Elements(count=cut.length, total=total, **fields))
 
     def finish(self) -> None:
-        """Send the last bucket, and wait until all have arrived."""
+        """Send the last bucket, and wait until all buckets have arrived."""
         if self._filling.pieces:
             self._send()
-        for later in range(1, len(self._staged) + 1):  # the oldest first, for it tells what went wrong first
+        for later in range(1, len(self._staged) + 1):  # the oldest bucket first, since its error came first
             self._free((self._filling.index + later) % len(self._staged))
 
     def _place(self, cut: Cut, num_bytes: int) -> torch.Tensor:
@@ -208,7 +211,7 @@ class Outbox:
     def _send(self) -> None:
         slot, filling = self._slot, self._filling
         content = self._slots.slots[slot][: filling.end]
-        total = word_sum(content) if self._slots.has_word_sums else None  # which waits until the slot is filled
+        total = word_sum(content) if self._slots.has_word_sums else None  # synchronizes, so that the slot is filled
         bucket = Bucket(index=filling.index, num_bytes=filling.end, pieces=tuple(filling.pieces), word_sum=total)
         self._staged[slot] = self._transaction.stage(bucket)
         if filling.end:
@@ -224,7 +227,7 @@ class Outbox:
 
 def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
     if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
-        # A plain copy keeps off torch's threads, which would take the cores that the worker's side needs meanwhile.
+        # A plain copy does not use torch's threads. They would take cores that the worker's side needs meanwhile.
         np.copyto(place.numpy(), raw_bytes(rows))
     else:
         place.view(dtype).view(rows.shape).copy_(rows)
@@ -232,9 +235,11 @@ def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
 
 @dataclass
 class _Sent:
-    """What is known of weights that were sent. `copy`: what sparse pushes send changes of, and `committed`, the push
-    that it is of. `checksums`: of the weights that adapters are added to. `whole_folder`: what holds the weights that
-    adapters were written for last.
+    """State kept between pushes.
+
+    `copy`: the weights that sparse pushes are compared with. `committed`: id of the push that `copy` is of; None if it
+    was not committed. `checksums`: checksums of the weights that adapters are added to. `whole_folder`: the folder with
+    the last push of all weights, to which the adapters in later folders are added.
     """
 
     copy: ServedCopy | None = None
@@ -244,7 +249,7 @@ class _Sent:
 
 
 class WeightSender:
-    """Sends weights by `transport`; for the rest see `WeightPublisher`. `folder`: for `disk`, and only for that."""
+    """Sends weights by `transport`. `folder`: for `disk` only. For the other parameters see `WeightPublisher`."""
 
     def __init__(
         self, transport: Transport, settings: PushSettings, *, folder: Path | None, host: str, is_sparse: bool
@@ -266,11 +271,13 @@ class WeightSender:
         allow_older: bool,
         adapters: TrainerAdapters | None,
     ) -> PushResult:
-        """Make these workers, which want what they have replied, serve the tensors, or those of `adapters`, which
-        `tensors` goes through. Raise PushError.
+        """Make these workers serve the tensors, or with `adapters` the tensors that `adapters` sends.
+
+        `replies`: what each worker wants. `tensors`: iterator over the tensors; with `adapters` over
+        `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
-        # Adapters are added by each worker to what it has, so that there is nothing whole to lend.
+        # Each worker adds adapters to weights of its own, so that there is no whole set to lend.
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
         common = _common(workers, replies)
@@ -292,12 +299,15 @@ class WeightSender:
         manifest: FolderManifest,
         allow_older: bool,
     ) -> PushResult:
-        """Make these workers serve what an earlier push wrote. Raise PushError; ConfigError for another dtype."""
+        """Make these workers serve the folder of an earlier push.
+
+        Raise PushError if the push fails, and ConfigError if the folder has another dtype than the workers.
+        """
         wanted = _common(workers, replies)
         if manifest.dtype != wanted.dtype:
             raise ConfigError(
-                f"folder: expected weights in {wanted.dtype}, as the workers serve, found {manifest.dtype!r}; "
-                "correct it",
+                f"folder: has weights in {manifest.dtype!r}, but the workers serve {wanted.dtype}; push again in "
+                f"{wanted.dtype}",
                 field="folder",
                 value=manifest.dtype,
             )
@@ -307,18 +317,18 @@ class WeightSender:
         return self._commit_folder(transaction, path)
 
     def close(self) -> None:
-        """Free what is held."""
+        """Free the buffers, and forget the state of earlier pushes."""
         self._buffers, self._sent = [], _Sent(whole_folder=self._sent.whole_folder)
 
     @property
     def _may_lend(self) -> bool:
-        """Whether workers may share memory. Not where a later push changes elements of it: each would copy its page."""
+        """Return whether workers may share memory. Not in sparse pushes: each changed element would copy its page."""
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
-        """The tensors' GPU, if buckets in its memory can reach all workers on theirs. None: host memory it is."""
+        """Return the tensors' GPU if buckets in its memory can reach all workers; None for buckets in host memory."""
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
         if self._is_sparse or None in gpus.values():
             return None
@@ -361,12 +371,12 @@ class WeightSender:
         return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
-        """Keep the buffers of a process group for the next push, once nothing is under way from them any more."""
+        """Keep a process group's buffers for the next push. Call it when no transfer from them is under way."""
         if self._transport == "collective":
             self._buffers = slots.slots
 
     def _putter(self, outbox: Outbox, wanted: Parameters, base: str | None) -> Put:
-        """How each tensor is sent: whole, or what changed of it."""
+        """Return the function that sends a tensor: whole, or only its changed elements."""
         if not self._is_sparse:
             return outbox.put_rows
         if self._sent.copy is None or not self._sent.copy.fits(wanted):
@@ -418,8 +428,10 @@ class WeightSender:
 
 @dataclass
 class _Load:
-    """What a push brings: `tensors`, which `wanted` asks for, `mapping` if they are known in advance; and what is told
-    of adapters among them.
+    """The content of a push, and the check that it is complete.
+
+    `wanted`: the parameters that the workers want. `adapters`: description of its adapters. `mapping`: the tensors by
+    name, if they are known in advance. `tensors`: iterator over the tensors.
     """
 
     wanted: Parameters
@@ -434,7 +446,7 @@ class _Load:
         for name, tensor in self.tensors:
             if self._checklist.take(name, tensor):
                 put(name, tensor)
-            del tensor  # before the next one is made
+            del tensor  # frees it before the next one is gathered
         self._checklist.finish()
 
 
@@ -456,7 +468,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """By position, the workers that map memory of another, and of which: of the first one of their kin."""
+    """Return for each worker that maps another worker's memory the position of the lender: the first of its kin."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))
@@ -464,16 +476,17 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
 
 
 def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
-    """What all of them want; `push_id` is what all serve, None if they differ. Raise PushError if they want different
-    things.
+    """Return what all workers want, with `push_id` None if they serve different pushes.
+
+    Raise PushError if they want different parameters.
     """
     addresses, (first, *others) = workers.addresses, replies
     fields = "dtype", "dtypes", "shapes", "parts", "tied"
     for address, other in zip(addresses[1:], others, strict=True):
         if any(getattr(other, field) != getattr(first, field) for field in fields):
             raise PushError(
-                f"worker {address}: expected the same parameters as at {addresses[0]}, found others (dtype "
-                f"{other.dtype} against {first.dtype}, or other shapes); use a publisher for each kind"
+                f"worker {address} wants other parameters than {addresses[0]} (dtype {other.dtype} and "
+                f"{first.dtype}, or other shapes); use a publisher for each kind"
             )
     is_common = all(other.push_id == first.push_id for other in others)
     return first if is_common else first.model_copy(update={"push_id": None})

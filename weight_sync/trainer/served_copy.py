@@ -1,7 +1,7 @@
-"""What the workers served last, kept in the trainer to find out which elements changed.
+"""A copy of the weights that the workers served last, kept in the trainer to find the elements that changed.
 
-Owns a copy of all weights in the workers' dtypes: that is the price of sparse pushes. Differences are of bits, so that
--0.0 replaces 0.0, and NaN replaces NaN only where its bits are others.
+Owns the copy, which has all weights in the workers' dtypes: this is the cost of sparse pushes. Comparisons are bitwise,
+so that -0.0 replaces 0.0, and a NaN replaces a NaN only if its bits differ.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from ..payload.manifest import Parameters, spellings_of
 from ..payload.tensors import INDEX_DTYPE, dtypes_of, host_chunks, raw_bits
 
 _MAX_ELEMENTS = 2**31
-"""Indices are int32."""
+"""Limit on the elements of a tensor for a list of changes, since indices are int32. Larger tensors are sent whole."""
 
 
 class ServedCopy:
-    """A copy of the tensors that workers want. Its content means nothing before the first `replace` of everything."""
+    """A copy of the tensors that workers want. Its content is undefined until `replace` was called for all of them."""
 
     def __init__(self, wanted: Parameters) -> None:
         self._kind, self._spellings, dtype_of = _kind(wanted), spellings_of(wanted), dtypes_of(wanted)
         self._tensors = {name: torch.empty(shape, dtype=dtype_of(name)) for name, shape in wanted.shapes.items()}
 
     def fits(self, wanted: Parameters) -> bool:
-        """Whether it is of tensors of the same shapes and dtypes, with the same parts."""
+        """Return whether the copy has tensors of the same shapes, dtypes and parts."""
         return self._kind == _kind(wanted)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """What is kept of a tensor, or of a part of one, as a view."""
+        """Return the copy of a tensor or part, as a view."""
         part = self._spellings.part(name)
         if part is None:
             return self._tensors[name]
         return self._tensors[part.stack][part.expert].narrow(0, part.start, part.shape[0])
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take up a tensor or a part, and return it in its dtype of the workers."""
+        """Copy a tensor or part, and return the copy, which has the workers' dtype."""
         return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take up a tensor or a part, and return the flat indices of what changed, ascending, and the new values.
+        """Copy a tensor or part. Return the flat indices of the changed elements, ascending, and their new values.
 
-        None if sending the whole tensor takes no more bytes.
+        Return None if the whole tensor takes no more bytes than this list.
         """
         kept = self.tensor(name)
         most = _most_elements(kept)
@@ -69,7 +69,7 @@ def _kind(wanted: Parameters) -> tuple[object, ...]:
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Ascending indices. Looks at eight bytes at once first, for few of them differ."""
+    """Return the ascending indices of unequal elements. Compares eight bytes at a time first, since few differ."""
     per_word = 8 // a.itemsize
     whole = len(a) // per_word * per_word
     words = np.flatnonzero(a[:whole].view(np.int64) != b[:whole].view(np.int64))
@@ -79,7 +79,10 @@ def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _most_elements(tensor: torch.Tensor) -> int:
-    """From how many changed elements on the whole tensor is smaller than a list of them; 0: always."""
+    """Return the number of changed elements for which their list takes at least as many bytes as the whole tensor.
+
+    0: always send the whole tensor.
+    """
     if tensor.numel() >= _MAX_ELEMENTS:
         return 0
     return -(-tensor.nbytes // (INDEX_DTYPE.itemsize + tensor.dtype.itemsize))

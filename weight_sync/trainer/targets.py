@@ -1,4 +1,4 @@
-"""What a push asks of the workers that it goes to; `rollout` has the clients that do it."""
+"""The calls that a push makes to its workers. `rollout` implements them with its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..payload.messages import PushCall, PushStatus
 
 
 class WorkerFailure(Exception):
-    """Some workers could not do what they were asked to: what went wrong, by address."""
+    """A call failed at some workers. `what`: the call. `errors`: errors by the address of the worker."""
 
     def __init__(self, what: str, errors: dict[str, TruerollError]) -> None:
         super().__init__(what, errors)
@@ -21,21 +21,22 @@ class WorkerFailure(Exception):
 
 
 class PushTargets(Protocol):
-    """The workers that a push goes to; a position is an index into `addresses`. Every call ends within its timeout."""
+    """The workers of a push. A position is an index into `addresses`. Every call ends within its timeout."""
 
     @property
     def addresses(self) -> Sequence[str]: ...
 
     def at(self, positions: Iterable[int]) -> PushTargets:
-        """Those at these positions."""
+        """Return the workers at these positions."""
         ...
 
     def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
-        """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon
-        as one failed.
+        """Send each worker its call, or all workers the same call.
+
+        The future has the replies in the order of the workers. It raises WorkerFailure as soon as one worker failed.
         """
         ...
 
     def ask_all(self, call: PushCall, timeout: float) -> Sequence[PushStatus | TruerollError]:
-        """Send every worker a call, and wait for all the replies, or the errors in their place."""
+        """Send every worker a call and wait. Return each worker's reply or error."""
         ...

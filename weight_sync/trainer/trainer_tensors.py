@@ -1,11 +1,13 @@
-"""The trainer's tensors: one at a time, whether they are those that the workers want, and how the push ended on every
-rank.
+"""The trainer's tensors: gathered one at a time, checked against the workers' parameters, with a result for every rank.
 
-`TrainerTensors` owns the order of the gathers, which every rank of the trainer goes through alike, and takes tensors
-from a module, a mapping or an iterable, gathered where they are sharded. It keeps no tensor that it has handed out, and
-uses the trainer's default process group only where tensors are sharded. `Checklist` keeps names and checksums, no
-tensors. `push_on_all_ranks`: rank 0 pushes, takes part in the gathers that are left, and tells the others in one word
-how the push ended; they take part in the gathers, and return or raise the same. Not owned here: what is sent.
+- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded ones. It owns the order of
+  the gathers, which is the same on every rank of the trainer. It keeps no tensor that it has returned, and uses the
+  trainer's default process group only if tensors are sharded.
+- `Checklist` checks names, shapes and tied values. It keeps names and checksums, but no tensors.
+- `push_on_all_ranks` pushes on rank 0, which also takes part in the remaining gathers and sends the result of the push
+  to the other ranks in one message. The other ranks take part in the gathers, and return or raise the same.
+
+Does not own: what is sent.
 """
 
 from __future__ import annotations
@@ -26,21 +28,22 @@ from ..payload.tensors import dtypes_of, tensor_checksum
 
 Tensors: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 WORD_BYTES = 8192
-"""How long the word on the outcome is, padding included."""
+"""Length of the message with the result, padding included, in bytes."""
 
 
 class TrainerTensors:
-    """An iterator of (name, whole tensor). `mapping`: the tensors by name, where they are known in advance.
+    """An iterator of (name, whole tensor).
 
-    `is_broken`: the iterable itself raised an error, so that there is no more to come.
+    `mapping`: the tensors by name if they are known in advance, else None. `is_broken`: True once the iterable has
+    raised an error, so that no more tensors come.
     """
 
     def __init__(self, tensors: Tensors) -> None:
         source: Any = _bare(tensors).state_dict() if isinstance(tensors, torch.nn.Module) else tensors
         if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
             raise PushError(
-                "push: expected a module, a mapping of names to tensors, or an iterable of pairs, found "
-                f"{type(source).__name__}; give one of them"
+                f"push: cannot push a {type(source).__name__}; give a module, a mapping of names to tensors, or an "
+                "iterable of (name, tensor) pairs"
             )
         self.mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self.is_broken = False
@@ -54,7 +57,7 @@ class TrainerTensors:
     def __next__(self) -> tuple[str, torch.Tensor]:
         item = self._next()
         if not isinstance(item, tuple) or len(item) != 2:
-            raise PushError(f"push: expected pairs of a name and a tensor, found {type(item).__name__}; give pairs")
+            raise PushError(f"push: the iterable gave a {type(item).__name__}; give pairs of a name and a tensor")
         name, tensor = item
         check_is_tensor(name, tensor)
         return name, self._whole(tensor.detach()).resolve_neg()
@@ -72,12 +75,13 @@ class TrainerTensors:
         if not is_sharded(tensor):
             return tensor
         self._gathered_on = device = tensor.device_mesh.device_type
-        # What is offloaded to the host is gathered where its process group gathers.
+        # A tensor that is offloaded to the host is gathered on the device of its process group.
         return (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
 
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
-        """Whether this process only takes part in gathers: it is not rank 0, and the tensors are sharded over ranks, or
-        it has no workers of its own.
+        """Return whether this process only takes part in gathers.
+
+        It does if it is not rank 0, and the tensors are sharded or it has no workers of its own.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -87,12 +91,12 @@ class TrainerTensors:
         return is_sharded(self._peek())
 
     def device(self) -> torch.device:
-        """Where the first tensor is; the host, if there is none."""
+        """Return the device of the first tensor; the host if there is no tensor."""
         first = self._peek()
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """The first tensor as it is, or what is in its place; None if there is none."""
+        """Return the first tensor as it is, or the invalid item in its place; None if there is none."""
         try:
             item = self._next()
         except StopIteration:
@@ -101,7 +105,7 @@ class TrainerTensors:
         return item[1] if isinstance(item, tuple) and len(item) == 2 else item
 
     def gather_rest(self) -> None:
-        """Take part in the gathers that are left, for the sake of the other ranks, and keep nothing of them."""
+        """Take part in the remaining gathers, which the other ranks wait for, and drop the tensors."""
         if self.is_broken or not _is_distributed():
             return
         while True:
@@ -110,57 +114,57 @@ class TrainerTensors:
             except StopIteration:
                 return
             except PushError:
-                continue  # what is no tensor needs no gather
+                continue  # an invalid item needs no gather
 
     @property
     def were_gathered(self) -> bool:
-        """Whether any tensor was sharded, so that the other ranks wait for `tell`."""
+        """Return whether any tensor was sharded, so that the other ranks wait for `tell`."""
         return self._gathered_on is not None
 
     def tell(self, word: bytes) -> None:
-        """On rank 0: tell the other ranks how it ended, in at most `WORD_BYTES`."""
+        """Send the result of the push from rank 0 to the other ranks. `word`: at most `WORD_BYTES`."""
         padded = bytearray(word.ljust(WORD_BYTES, b"\0"))
         distributed.broadcast(torch.frombuffer(padded, dtype=torch.uint8).to(self._gathered_on), src=0)
 
     def hear(self) -> bytes:
-        """On another rank: wait for what rank 0 tells."""
+        """Return the result of the push, on another rank than 0. Waits for rank 0."""
         word = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._gathered_on)
         distributed.broadcast(word, src=0)
         return word.cpu().numpy().tobytes().rstrip(b"\0")
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose tensors have Hugging Face names."""
+    """Return the module inside of wrappers, in which the tensors have Hugging Face names."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
 
 
 def check_is_tensor(name: object, value: object) -> None:
-    """Raise PushError unless it is a name with numbers in memory that can be copied one by one."""
+    """Raise PushError unless `name` is a string and `value` a dense tensor of real numbers that can be copied."""
     if not isinstance(name, str):
-        raise PushError(f"push: expected names that are strings, found {name!r:.80}; give Hugging Face names")
+        raise PushError(f"push: a name must be a string (got {name!r:.80}); give Hugging Face names")
     if not isinstance(value, torch.Tensor):
-        raise PushError(f"tensor {name:.80}: expected a tensor, found {type(value).__name__}; leave it out")
+        raise PushError(f"tensor {name:.80}: is a {type(value).__name__}, not a tensor; leave it out")
     if value.is_meta or value.is_quantized or value.is_complex() or value.layout != torch.strided:
         kind = "on the meta device" if value.is_meta else f"of {value.dtype}, {value.layout}"
-        raise PushError(f"tensor {name:.80}: expected real numbers in dense memory, found one {kind}; convert it")
+        raise PushError(f"tensor {name:.80}: is {kind}; only dense tensors of real numbers can be pushed; convert it")
 
 
 def can_be_read_again(tensors: Tensors) -> bool:
-    """Whether the tensors can be gone through twice, by this process alone."""
+    """Return whether this process alone can iterate over the tensors twice."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.state_dict()
     return isinstance(tensors, Mapping) and not any(is_sharded(tensor) for tensor in tensors.values())
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor; asked this way, torch's module for them need not be loaded."""
+    """Return whether it is a DTensor. Does not load torch's module for them."""
     return hasattr(tensor, "full_tensor")
 
 
 def memory_of(tensor: Any) -> tuple[object, ...]:
-    """What two tensors have in common that are the same elements in memory, as long as both live."""
+    """Return a key that is equal for two tensors with the same elements in the same memory, while both live."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
 
@@ -174,10 +178,10 @@ def _rank() -> int:
 
 
 class Checklist:
-    """`wanted`: what the workers say. `mapping`: all tensors, if they are known in advance: then they are checked at
-    once.
+    """The tensors that have come, checked against the parameters that the workers want.
 
-    Raise PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors if they are known in advance. They are then checked at
+    once. Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
@@ -195,17 +199,17 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is to be sent. Raise PushError if it is wrong, or came before."""
+        """Check a tensor. Return whether it must be sent. Raise PushError if it is wrong or came before."""
         self._check(name, tuple(tensor.shape))
         if name in self._seen:
-            raise PushError(f"tensor {name}: expected each tensor once, found it twice; leave one out")
+            raise PushError(f"tensor {name}: came twice; leave one out")
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
             self._checksums[name] = tensor_checksum(tensor, self._dtype_of(self._wanted.tied.get(name, name)))
         return self._spellings.shape(name) is not None
 
     def finish(self) -> None:
-        """Raise PushError if a parameter has not come, or if two that the worker has tied have different values."""
+        """Raise PushError if a parameter is missing, or if two tensors that the worker has tied differ."""
         check_complete(self._seen, self._wanted)
         for name, other in self._ties.items():
             if name in self._checksums and self._checksums[name] != self._checksums[other]:
@@ -234,10 +238,11 @@ MOST_TOLD = 40
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push took. `num_bytes`: sent to each worker. `seconds`: by phase. `pause_seconds`: the longest that a
-    worker's engine made no step because of the commit. `is_sparse`: only what changed was sent. `left_out`: the
-    addresses of workers that were lost, and that it went on without; ranks of the trainer other than 0 are told of
-    `MOST_TOLD` at most.
+    """The result of a push.
+
+    `num_bytes`: bytes sent to each worker. `seconds`: time by phase. `pause_seconds`: the longest time for which the
+    commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent. `left_out`:
+    addresses of lost workers that the push went on without; other ranks than 0 get at most `MOST_TOLD` of them.
     """
 
     version: int
@@ -253,8 +258,9 @@ class PushResult:
 def push_on_all_ranks(
     tensors: Tensors, has_workers: bool, push: Callable[[TrainerTensors], PushResult | None]
 ) -> PushResult | None:
-    """What `push` returns or raises, on rank 0 and on the ranks that only take part in gathers, which is those without
-    workers of their own where the tensors are sharded. None: no worker needed it.
+    """Run `push`, and return or raise its result on every rank of the trainer. None: no worker needed the push.
+
+    A rank other than 0 does not push, and only takes part in gathers, if the tensors are sharded or it has no workers.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)
@@ -264,7 +270,7 @@ def push_on_all_ranks(
 
 
 def _lead(tensors: TrainerTensors, push: Callable[[TrainerTensors], PushResult | None]) -> PushResult | None:
-    """Push, take part in the gathers that are left, and tell the other ranks how it ended."""
+    """Push, take part in the remaining gathers, and send the result to the other ranks."""
     try:
         result = push(tensors)
     except Exception as error:
@@ -280,10 +286,10 @@ def _lead(tensors: TrainerTensors, push: Callable[[TrainerTensors], PushResult |
 
 
 def _follow(tensors: TrainerTensors) -> PushResult | None:
-    """Take part in the gathers, and learn from rank 0 how the push ended."""
+    """Take part in the gathers, and receive the result of the push from rank 0."""
     tensors.gather_rest()
     if not tensors.were_gathered:
-        raise ConfigError("push: expected workers, or sharded tensors, on a rank other than 0; push from rank 0 alone")
+        raise ConfigError("push: a rank other than 0 has no workers, and no tensor is sharded; push from rank 0 alone")
     word = json.loads(tensors.hear())
     if "error" in word:
         raise PushError(f"on rank 0 of the trainer: {word['error']}")

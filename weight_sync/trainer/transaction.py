@@ -1,8 +1,8 @@
-"""One push as the workers see it: begin, buckets, verify, commit; or abort.
+"""The transaction of a push with its workers: begin, buckets, verify, commit; or abort.
 
-Owns the order of the phases, and the account of a failure: which worker failed, why, and what each of the others serves
-now. Does not own what is in the buckets, nor how they travel. Promises that nothing is committed anywhere before every
-worker has verified, and that a push that fails before that is aborted everywhere.
+Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
+Does not own the content of the buckets, or how they travel. Promises that no worker commits before every worker has
+verified, and that a push which fails before the commit is aborted everywhere.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, Sta
 from .targets import PushTargets, WorkerFailure
 
 ABORT_SECONDS = 5.0
-"""How long the workers may take to answer an abort."""
+"""Maximum time for workers to answer an abort."""
 _OF_LOST_WORKERS = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
-"""Errors that are about a worker, not about what is pushed."""
+"""Errors that concern a worker, not the content of a push."""
 
 
 @dataclass(frozen=True)
 class PushSettings:
-    """How a publisher's pushes go; see `WeightPublisher`."""
+    """The settings of a publisher's pushes; see `WeightPublisher`."""
 
     timeout: float
     in_flight: InFlight
@@ -49,20 +49,21 @@ class PushSettings:
 
     @property
     def begin_timeout(self) -> float:
-        """How long a worker may take to begin: in place it lets running requests end first, if it is to drain."""
+        """Seconds that a worker may take to begin. A push in place may drain running requests first."""
         return self.commit_timeout if self.in_place else self.timeout
 
     @property
     def commit_timeout(self) -> float:
-        """How long a worker may take to commit."""
+        """Seconds that a worker may take to commit."""
         return self.timeout + (self.drain_timeout if self.in_flight == "drain" else 0.0)
 
 
 class Transaction:
-    """A push of version `version` to `workers`, also if it is not later than theirs and `allow_older`.
+    """A push of version `version` to `workers`.
 
-    `borrowers`: positions of workers that get no buckets, each with that of the worker whose memory it maps once that
-    has verified. `seconds`: how long each phase took.
+    `allow_older`: push even if the version is not later than a worker's. `borrowers`: position of each worker that gets
+    no buckets, with the position of the worker from which it maps the memory, once that worker has verified. `seconds`:
+    time of each phase.
     """
 
     def __init__(
@@ -89,17 +90,17 @@ class Transaction:
 
     @property
     def num_receivers(self) -> int:
-        """How many workers get the buckets."""
+        """Number of workers that get the buckets."""
         return len(self._receiving)
 
     @property
     def total_seconds(self) -> float:
-        """Since this was made."""
+        """Seconds since the transaction was created."""
         return time.perf_counter() - self._start
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what happens inside it; a failure there aborts the push and becomes PushError."""
+        """Measure the time of a phase. If the phase fails, abort the push and raise PushError."""
         start = time.perf_counter()
         try:
             yield
@@ -120,8 +121,9 @@ class Transaction:
         base: str | None = None,
         adapters: Adapters | None = None,
     ) -> Future[list[PushStatus]]:
-        """Announce the push to those that get buckets. `source`: of each of them, by its number. `base`, `adapters`:
-        see `BeginPush`.
+        """Announce the push to the workers that get buckets.
+
+        `source`: function from a worker's number among them to its source. `base`, `adapters`: see `BeginPush`.
         """
         self._dtype, lenders = dtype, set(self._borrowers.values())
         calls = [self._begin(dtype, source(i), base, adapters, at in lenders) for i, at in enumerate(self._receiving)]
@@ -147,26 +149,24 @@ class Transaction:
         )
 
     def stage(self, bucket: Bucket) -> Future[list[PushStatus]]:
-        """Announce a bucket. The future ends when every worker has copied it."""
+        """Announce a bucket. The future is done when every worker has copied it."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
         return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
 
     def verify(self) -> None:
-        """Let every worker say that all is there: first those that got the buckets, then those that map it there."""
+        """Let every worker verify the push: first the workers that get buckets, then the workers that map memory."""
         with self.phase("verify"):
             replies = self._verify(self._receivers, self._num_buckets)
             if self._borrowers:
                 self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
-                self._verify(self._receivers, self._num_buckets)  # none has given up meanwhile
+                self._verify(self._receivers, self._num_buckets)  # checks that none has given up meanwhile
 
     def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
         borrowers, calls = self._workers.at(self._borrowers), []
         for lender in self._borrowers.values():
             if (source := lent[lender]) is None:
-                raise PushError(
-                    f"worker {self._workers.addresses[lender]}: expected it to lend its weights, found none"
-                )
+                raise PushError(f"worker {self._workers.addresses[lender]}: did not lend its weights")
             calls.append(self._begin(self._dtype, source, None, None, lends=False))
         borrowers.ask("begin", calls, self._settings.begin_timeout).result()
         self._verify(borrowers, 0)
@@ -176,7 +176,7 @@ class Transaction:
         return workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
-        """Let every worker serve the new weights. Returns the longest pause that this meant for one of them."""
+        """Let every worker serve the new weights. Return the longest pause of an engine in seconds."""
         settings = self._settings
         call = CommitPush(
             id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
@@ -195,12 +195,12 @@ class Transaction:
         return max(reply.pause_seconds or 0.0 for reply in committed)
 
     def _abort(self, failure: WorkerFailure) -> PushError:
-        """Abort everywhere, and tell what became of every worker."""
+        """Abort everywhere. Return an error that says what each worker serves now."""
         failed = [f"worker {address} failed: {error}" for address, error in failure.errors.items()]
         replies = self._abort_everywhere()
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"
         error = _kind_of(failure.errors.values())(text)
-        # A worker may fail since another one is lost, whose memory it was to map.
+        # A worker may fail because it was to map the memory of another worker, which is lost.
         found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
         error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
         return error
@@ -210,21 +210,21 @@ class Transaction:
         return self._workers.ask_all(call, min(ABORT_SECONDS, self._settings.timeout))
 
     def _describe(self, replies: Sequence[PushStatus | TruerollError]) -> str:
-        """What each worker serves now."""
+        """Return the text that says what each worker serves now."""
         return "; ".join(map(_describe, self._workers.addresses, replies))
 
 
 def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
-    """What all of them are, if that tells a trainer what else to push."""
+    """Return the common type of the errors if it tells a trainer what to push instead, else PushError."""
     kinds = {type(error) for error in errors}
     return next((kind for kind in (VersionGapError, OtherBaseError) if kinds == {kind}), PushError)
 
 
 def _describe(address: str, reply: PushStatus | TruerollError) -> str:
     if isinstance(reply, UnavailableError):
-        return f"{address} ends"
+        return f"{address} is shutting down"
     if not isinstance(reply, PushStatus):
         return f"{address} does not answer"
     if reply.state == "dirty":
-        return f"{address} was at version {reply.weight_version}, whose weights are lost; it needs a complete push"
+        return f"{address} has lost its weights (it was at version {reply.weight_version}); it needs a complete push"
     return f"{address} serves version {reply.weight_version}"

@@ -1,4 +1,5 @@
-"""The ways that the bytes of a push go, each with its two ends.
+"""The transports that carry the bytes of a push, each with its two ends.
 
-Owns: shared memory, groups, folders and handles, and who may use them. Does not own: what the bytes are (`payload`).
+Owns: shared memory, groups, folders and handles, and the rules for their use. Does not own: the content of the bytes
+(`payload`).
 """

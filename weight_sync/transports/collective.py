@@ -1,15 +1,18 @@
-"""Buckets by broadcast in a process group of their own, from one trainer to many workers.
+"""Buckets by broadcast from one trainer to many workers, in a process group of their own.
 
-The group stands beside the trainer's default group and is made anew for each push, so that whatever broke an earlier
-one is gone. It is gloo's for buckets in host memory, NCCL's for buckets in the memory of GPUs, of which each member has
-its own. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port, the
-group, the buffers; not a worker's end of gloo, which `gloo_reader` has. Promises: each wait for a bucket ends within
-the timeout; where a peer dies its peers learn it at once with gloo, and by the timeout with NCCL; `close` never waits.
+The group is separate from the trainer's default group, and each push makes a new one, so that the failure of an earlier
+push leaves no trace in it. It is a gloo group for buckets in host memory, and an NCCL group for buckets in the memory
+of GPUs, where each member has its own buckets. Traffic is neither encrypted nor authenticated: use it on a private
+network.
 
-What a push that failed may leave behind. At the trainer: a thread and the group's connections, until the timeout of the
-broadcast that was under way. At a worker with NCCL: the same; the wait for a bucket, which only its timeout ends; and a
-thread that joins, until NCCL has connected its members or the store's connection ends, which has no limit. At most
-`MOST_JOINING` such threads are there: while they are, pushes through NCCL are refused.
+Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
+each wait for a bucket ends within the timeout; peers of a dead member learn of it at once with gloo, and within the
+timeout with NCCL; `close` never waits.
+
+A failed push may leave these behind. At the trainer: a thread and the group's connections, until the timeout of the
+current broadcast. At a worker with NCCL: the same; the wait for a bucket, until its timeout; and a thread that joins
+the group, without a time limit, until NCCL has connected the members or the connection to the store ends. There are
+at most `MOST_JOINING` such threads; while there are that many, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .gloo import c10d
 
 _BACKLOG = 512
 _JOIN_MARGIN_SECONDS = 1.0
-"""How much longer than its timeout a join may take to say that it failed."""
+"""Extra time that a join may take beyond its timeout to report its failure."""
 _TURN_SECONDS = 0.02
 MOST_JOINING = 4
 _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
@@ -43,8 +46,8 @@ _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket, `join_timeout`: until all
-    workers have joined. Raise ConfigError if nothing can listen at `host`.
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
+    all workers have joined. Raise ConfigError if it is impossible to listen at `host`.
     """
 
     def __init__(
@@ -78,12 +81,12 @@ class GroupSlots:
         )
 
     def open(self) -> None:
-        """Begin to join the group, while the workers do."""
+        """Begin to join the group, while the workers join."""
         device = self.slots[0].device
         self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
 
     def opened(self) -> None:
-        """Wait until everybody has joined."""
+        """Wait until all members have joined."""
         assert self._joining is not None
         self._group = _finish_joining(self._joining, self._backend, self._join_timeout)
 
@@ -93,13 +96,13 @@ class GroupSlots:
             self._works[slot] = self._group.broadcast(self.slots[slot][:num_bytes], 0, self._timeout)
 
     def wait(self, slot: int) -> None:
-        """Wait until the slot may be filled anew."""
+        """Wait until the slot may be filled again."""
         work, self._works[slot] = self._works[slot], None
         if work is not None:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Let go of everything. Without the store, whoever still waits to join gets an error at once."""
+        """Release everything. Without the store, a member that still waits to join gets an error at once."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)
@@ -109,10 +112,10 @@ class GroupSlots:
 
 
 class NcclReader:
-    """The worker's side with NCCL: joins the group. Raise PushError if that fails within `join_timeout` seconds, or
-    once `is_closed` returns True.
+    """The worker's side with NCCL, which joins the group.
 
-    `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets.
+    `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets. Raise PushError if the join
+    fails or takes more than `join_timeout` seconds, or once `is_closed` returns True.
     """
 
     def __init__(
@@ -159,16 +162,14 @@ class NcclReader:
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket bound to `host` alone: left to itself, the store listens on every address."""
+    """Return a socket that listens at `host` alone. A socket of the store's own would listen on every address."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"host: expected an address of this machine, found {host!r}: {error.strerror}; correct it"
-        ) from None
+        raise ConfigError(f"host: {host!r} is not an address of this machine ({error.strerror}); correct it") from None
     return listener
 
 
@@ -177,8 +178,8 @@ def _begin_to_join_as_worker(
 ) -> Future[Any]:
     if not _places_to_join.acquire(blocking=False):
         raise PushError(
-            f"collective: expected fewer than {MOST_JOINING} pushes through NCCL that join, found that so many hang; "
-            "end their trainers, or start the worker anew"
+            f"collective: {MOST_JOINING} pushes through NCCL hang while they join (limit {MOST_JOINING}); end their "
+            "trainers, or restart the worker"
         )
     try:
         joining = _begin_to_join(source, source.rank, push_id, timeout, device)
@@ -192,7 +193,7 @@ def _begin_to_join_as_worker(
 def _begin_to_join(
     source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
 ) -> Future[Any]:
-    """Joins on a thread of its own: where a store falls silent, its client may wait beyond every timeout."""
+    """Join on a thread of its own: if the store stops answering, its client may wait longer than any timeout."""
     joining: Future[Any] = Future()
 
     def run() -> None:
@@ -210,8 +211,7 @@ def _start_thread(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError:
         raise PushError(
-            "collective: expected a thread, found that the system has none left; let it have more (ulimit -u), and "
-            "push again"
+            "collective: cannot start a thread, since the system has none left; allow more (ulimit -u), and push again"
         ) from None
 
 
@@ -228,15 +228,15 @@ def _finish_joining(
             return joining.result(min(_TURN_SECONDS, left))
     _abandon(joining)
     raise PushError(
-        f"collective: expected NCCL to connect the members within {seconds:g} s, found that it did not; check "
-        "NCCL_SOCKET_IFNAME and firewalls, or push by shared or disk"
+        f"collective: NCCL did not connect the members within {seconds:g} s; check NCCL_SOCKET_IFNAME and firewalls, "
+        "or push by shared or disk"
         if backend == "nccl"
-        else "collective: expected the store of the trainer to answer, found silence; push again"
+        else "collective: the trainer's store did not answer; push again"
     )
 
 
 def _abandon(joining: Future[Any]) -> None:
-    """Let go of the group, should it still come about."""
+    """Release the group if the join still succeeds."""
     joining.add_done_callback(lambda done: None if done.exception() else _drop(done.result()))
 
 
@@ -249,13 +249,13 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
         return gloo.new_group(store, *place, rank, source.world_size, timeout)
     except RuntimeError as error:
         raise PushError(
-            f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
-            f"group of push {push_id}, found {_reason(error)}; push again"
+            f"collective: cannot join the group of push {push_id} with {source.world_size} members at "
+            f"{source.host}:{source.port}: {_reason(error)}; push again"
         ) from None
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Without a timeout, to wait for NCCL would mean to let the GPU wait and not the caller."""
+    """Wait for a transfer. The timeout is needed: without it NCCL would only make the GPU wait, not the caller."""
     with _explained():
         work.wait(timeout)
 
@@ -265,13 +265,13 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PushError(f"collective: expected a bucket to pass, found {_reason(error)}; push again") from None
+        raise PushError(f"collective: the transfer of a bucket failed: {_reason(error)}; push again") from None
 
 
 def _drop(group: Any, *held: object) -> None:
-    """Let go of a group. Its end waits for what is under way, at most its timeout, and takes a while in any case.
+    """Release a group on a thread, since its end waits for the current operations, at most until their timeout.
 
-    `held`: operations and their memory, which a GPU may go on using until NCCL has aborted them.
+    `held`: operations and their memory, which a GPU may use until NCCL has aborted them.
     """
     if group is not None:
         groups, others = [group], [*held]
@@ -288,6 +288,6 @@ def _end(groups: list[Any], others: list[object]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line, and what NCCL says of the cause, which it puts further down."""
+    """Return the first line of an error, and the cause that NCCL reports further down."""
     last = re.search(r"^Last error:\s?(.+)", str(error), re.MULTILINE)
     return f"{gloo.reason(error)} (Last error: {last[1]})" if last else gloo.reason(error)

@@ -1,11 +1,13 @@
-"""Buckets in the memory of a GPU, for a trainer and workers that share it: CUDA IPC.
+"""Buckets in the memory of a GPU that trainer and workers share: CUDA IPC.
 
-Owns: on the trainer's side an allocation of slots, for one push; on the worker's side a mapping of it. The allocation
-is the driver's and not torch's. To share memory of its own, torch counts references in a file: a worker that dies
-keeps such memory from ever being freed, and what a worker receives would say where in the file it writes. What is
-received here goes into the driver alone, and the size of what that opens is checked. Promises: the memory is freed when
-the push ends. After a push that failed a worker may still have it mapped then; this relies on the driver to keep the
-pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one machine, with the same GPU.
+Owns: an allocation of slots in the trainer, for one push, and a mapping of it in each worker. The driver allocates the
+memory, not torch. Torch counts references to shared memory in a file: if a worker dies, such memory is never freed, and
+the data that a worker receives would choose the place in the file that it writes to. Here the received handle goes to
+the driver alone, and the size of the opened memory is checked.
+
+Promises: the memory is freed when the push ends. After a failed push a worker may still have it mapped. This relies on
+the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one
+machine, with the same GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from .gpu import gpu_of, made_current
 
 log = logging.getLogger(__name__)
 _PAGE = 2 * 2**20
-"""Smaller allocations may share a page of the GPU, and a handle would show other processes all of it."""
-_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag that there is
+"""Minimum size of an allocation. Smaller ones may share a page, and a handle shows other processes the whole page."""
+_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag
 _Address = ctypes.c_uint64
 
 
@@ -33,9 +35,9 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The functions of the CUDA driver that share memory, on the device that is current for the calling thread.
+    """The functions of the CUDA driver for shared memory, on the device that is current for the calling thread.
 
-    `library`: libcuda. Addresses are those of the device. Raise PushError where a function fails.
+    `library`: libcuda. Addresses are device addresses. Raise PushError if a function fails.
     """
 
     def __init__(self, library: Any) -> None:
@@ -50,7 +52,7 @@ class Driver:
         self._call("cuMemFree_v2", _Address(address))
 
     def share(self, address: int) -> bytes:
-        """The handle by which another process can open an allocation."""
+        """Return the handle with which another process can open an allocation."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Address(address))
         return bytes(handle)
@@ -62,7 +64,7 @@ class Driver:
         return address.value
 
     def size(self, address: int) -> int:
-        """Bytes of the allocation that begins at an address."""
+        """Return the number of bytes from an address to the end of its allocation."""
         base, size = _Address(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _Address(address))
         return base.value + size.value - address
@@ -76,7 +78,7 @@ class Driver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
             raise PushError(
-                f"shared: expected {name} to succeed on the GPU, found error {code} "
+                f"shared: {name} failed on the GPU with error {code} "
                 f"({(text.value or b'unknown').decode()}); if memory is short, lower what torch or the worker "
                 "reserves; run trainer and worker on one machine and, in containers, with the same IPC namespace; or "
                 "push by disk"
@@ -84,29 +86,29 @@ class Driver:
 
 
 def load_driver() -> Driver:
-    """Raise PushError if there is none."""
+    """Load the CUDA driver. Raise PushError if there is none."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
-        raise PushError(f"shared: expected the CUDA driver, found {error}; run trainer and worker on a GPU") from None
+        raise PushError(f"shared: cannot load the CUDA driver: {error}; run trainer and worker on a GPU") from None
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a CUDA device as a tensor, uint8. It does not keep the memory. Raise PushError if it is elsewhere."""
+    """Return memory of a CUDA device as uint8, without keeping it alive. Raise PushError if torch copies the memory."""
 
     class Span:
         __cuda_array_interface__ = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3)
 
     tensor = torch.as_tensor(Span(), device=device)
     if tensor.data_ptr() != address:
-        raise PushError(f"shared: expected memory on {device}, found it elsewhere, for torch has copied it; push again")
+        raise PushError(f"shared: torch has copied the memory instead of using it on {device}; push again")
     return tensor
 
 
 class CudaIpcSlots:
     """The trainer's side, on the CUDA device `device`. `slots`: uint8 tensors to fill.
 
-    Raise PushError if the memory cannot be had or shared.
+    Raise PushError if the memory cannot be allocated or shared.
     """
 
     has_word_sums = True
@@ -117,7 +119,7 @@ class CudaIpcSlots:
         gpu, self._device, self._driver = gpu_of(device), device, load_driver()
         assert gpu is not None
         with made_current(device):
-            torch.cuda.empty_cache()  # the driver cannot use what torch only keeps for later
+            torch.cuda.empty_cache()  # the driver cannot use memory that torch keeps in its cache
             self._address: int | None = self._driver.allocate(size)
             try:
                 handle = self._driver.share(self._address)
@@ -131,20 +133,21 @@ class CudaIpcSlots:
         return self._source
 
     def open(self) -> None:
-        """Nothing to do: the workers come on their own."""
+        """Do nothing: the workers map the memory on their own."""
 
     def opened(self) -> None:
-        """Nothing to do: the handle is of no use without the memory."""
+        """Do nothing: the handle is of no use once the memory is freed."""
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Nothing to do: the workers read the slot where it is."""
+        """Do nothing: the workers read the slot in place."""
 
     def wait(self, slot: int) -> None:
-        """Nothing to wait for beside the workers' answers."""
+        """Do nothing: a slot is free once the workers have answered."""
 
     def close(self) -> None:
-        """Free the memory. After a push that succeeded no worker has it mapped any more. An error is only logged: it
-        must not hide the one that ended the push.
+        """Free the memory. After a successful push no worker has it mapped.
+
+        An error is only logged, so that it does not hide the error that ended the push.
         """
         self.slots = []
         address, self._address = self._address, None
@@ -158,14 +161,15 @@ class CudaIpcSlots:
 
 
 class CudaIpcReader:
-    """The worker's side, on the device of its weights. Raise PushError if the memory is not there, or not as it should
-    be.
+    """The worker's side, on the device of its weights.
+
+    Raise PushError if the memory cannot be opened, is on another GPU or is smaller than announced.
     """
 
     def __init__(self, source: CudaIpcSource, device: torch.device) -> None:
         found = gpu_of(device)
         if found != source.gpu:
-            raise PushError(f"shared: expected the worker on the trainer's GPU {source.gpu}, found {found}; push again")
+            raise PushError(f"shared: the trainer is on GPU {source.gpu}, but the worker is on {found}; push again")
         self._slot_bytes = source.slot_bytes
         self._device, self._driver = device, load_driver()
         with made_current(device):
@@ -177,12 +181,12 @@ class CudaIpcReader:
             raise
 
     def prepare(self, bucket: Bucket) -> None:
-        """Nothing to do: it lies there."""
+        """Do nothing: the bytes are in place."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         if bucket.num_bytes > self._slot_bytes:
             raise PushError(
-                f"bucket {bucket.index}: expected {self._slot_bytes} bytes at most, a slot, found {bucket.num_bytes}"
+                f"bucket {bucket.index}: has {bucket.num_bytes} bytes, more than a slot ({self._slot_bytes})"
             )
         return self._slots[bucket.index % len(self._slots)]
 

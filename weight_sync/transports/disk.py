@@ -1,9 +1,9 @@
-"""Weights by a folder, which also lets a restarted worker catch up.
+"""Pushes through folders. A restarted worker can catch up from such a folder.
 
-A folder is written under a name that ends in `.tmp` and renamed once it is complete and on the disk, so that a folder
-without that ending is whole. Each holds the tensors in one safetensors file, under the name that Hugging Face libraries
-look for, and a manifest with the checksums. One publisher at a time uses a folder of folders. A worker reads what its
-`PushPolicy` lets it read, and believes nothing of it before it is checked.
+A folder is written under a name that ends in `.tmp`, and renamed once it is complete and on the disk. A folder without
+this ending is therefore complete. It holds the tensors in one safetensors file, under the name that Hugging Face
+libraries look for, and a manifest with the checksums. A parent folder is used by one publisher at a time. A worker
+reads only what its `PushPolicy` allows, and checks everything that it reads before it uses it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from ..payload.tensors import dtype_named
 from .policy import PushPolicy
 
 _MOST_TENSORS = 2**17
-"""For the trainer's side, which reads a manifest before it knows the model."""
+"""Limit on tensors in the trainer, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
+"""Modes of the folder of a push and of its files. Nobody else may write them, whatever the umask is: otherwise a worker
+would refuse the folder of its own user."""
 PRIVATE = 0o700
-"""Of a folder of pushes that is made here. The mode of one that exists says who may read the weights in it."""
+"""Mode of a parent folder that is created here. An existing one keeps its mode, which says which users can read it."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
 @dataclass
 class _Written:
-    """A tensor of which bytes are written: where it lies behind the header, where in the file its next byte goes, and
-    the hash of those that are there.
+    """A tensor that is being written. `extent`: its bytes [begin, end) behind the header. `offset`: place of its next
+    byte in the file. `hash`: hash of the bytes that are written.
     """
 
     extent: tuple[int, int]
@@ -63,10 +64,10 @@ class _Written:
 
 
 class FolderWriter:
-    """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces. Not
-    all need to come. `dtypes`: of those that are not of `dtype`.
+    """The trainer's side: writes a new folder in `parent`.
 
-    Raise PushError if it cannot be written.
+    `shapes`: shapes of the tensors, which may come in any order and in pieces. Not all need to come. `dtypes`: dtypes
+    of the tensors that do not have `dtype`. Raise PushError if the folder cannot be written.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class FolderWriter:
         self._written: dict[str, _Written] = {}
         self._file: int | None = None
         total = sum(map(self._num_bytes, shapes))
-        # As long as the header can become: it is written last.
+        # Reserve the longest possible header, since the header is written last.
         self._start = len(self._header(dict.fromkeys(shapes, (total, total)), 0))
         self._end = 0
         with _explained(self._folder):
@@ -96,7 +97,7 @@ class FolderWriter:
             self._file = _create(self._folder / MODEL_FILE)
 
     def append(self, name: str, left: memoryview) -> None:
-        """The next bytes of a tensor."""
+        """Write the next bytes of a tensor. `left`: the bytes."""
         assert self._file is not None
         if (tensor := self._written.get(name)) is None:
             extent = self._end, self._end + self._num_bytes(name)
@@ -109,7 +110,7 @@ class FolderWriter:
                 left, tensor.offset = left[count:], tensor.offset + count
 
     def finish(self) -> Path:
-        """The complete folder, once it is on the disk under its final name."""
+        """Sync the complete folder to the disk, give it its final name, and return it."""
         checksums = {name: tensor.hash.intdigest() for name, tensor in self._written.items()}
         extents = {name: tensor.extent for name, tensor in self._written.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
@@ -125,7 +126,7 @@ class FolderWriter:
         return self._final
 
     def close(self) -> None:
-        """Close the file, and remove what was not finished."""
+        """Close the file, and remove the folder if it was not finished."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -133,7 +134,7 @@ class FolderWriter:
 
     @property
     def _folder(self) -> Path:
-        """Where it is written, before it has its final name."""
+        """The folder's name until it is finished."""
         return self._final.with_name(f"{self._final.name}.tmp")
 
     def _num_bytes(self, name: str) -> int:
@@ -143,7 +144,7 @@ class FolderWriter:
         return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """The beginning of a safetensors file with these tensors, of at least so many bytes."""
+        """Return the start of a safetensors file with these tensors, of `num_bytes` or more bytes."""
         entries = {
             name: {
                 "dtype": DTYPE_CODES[self._dtype_of(name)],
@@ -158,9 +159,11 @@ class FolderWriter:
 
 
 class FolderReader:
-    """The worker's side. Raise PushError if `policy` does not let it read the folder, if that holds another push, or if
-    its manifest or the header of its tensors is wrong, or longer than for `num_tensors` tensors. `dtypes`: of tensors
-    that are not of `dtype`.
+    """The worker's side.
+
+    `num_tensors`: number of tensors for which manifest and header may have room. `dtypes`: dtypes of the tensors that
+    do not have `dtype`. Raise PushError if `policy` forbids reading the folder, if it holds another push, or if its
+    manifest or the header of its tensors is wrong or too long.
     """
 
     def __init__(
@@ -187,24 +190,22 @@ class FolderReader:
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Nothing to do: `read` refuses it."""
+        """Do nothing: `read` refuses the bucket."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        raise PushError(f"bucket {bucket.index}: expected none in a push by disk; ask to verify")
+        raise PushError(f"bucket {bucket.index}: a push by disk has no buckets; send verify_push instead")
 
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Each tensor whole, as a bucket of one piece, and what reads its bytes.
+        """Yield each tensor whole, as a bucket of one piece, with a function that reads its bytes.
 
-        Both raise PushError for what is wrong. Memory is taken only by the reading.
+        Both raise PushError if something is wrong. Only the function allocates memory.
         """
         for entry in self._tensors.entries:
             yield self._bucket(entry), partial(self._tensors.read, entry)
 
     def _bucket(self, entry: TensorEntry) -> Bucket:
         if entry.name not in self._manifest.checksums:
-            raise PushError(
-                f"tensor {entry.name}: expected its checksum in {MANIFEST_FILE}, found none; write the folder again"
-            )
+            raise PushError(f"tensor {entry.name}: {MANIFEST_FILE} has no checksum of it; write the folder again")
         piece = Rows(
             name=entry.name,
             shape=entry.shape,
@@ -221,21 +222,21 @@ class FolderReader:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """What push a folder holds, for whoever may read it anyway. Raise PushError if it is not the folder of a push."""
+    """Return the manifest of a folder that the caller may read. Raise PushError if it is not the folder of a push."""
     path = folder / MANIFEST_FILE
     try:
         if not path.is_file():
-            raise PushError(f"disk: expected a file {path}, found none; give the folder of a push")
+            raise PushError(f"disk: there is no file {path}; give the folder of a push")
         with open(path, "rb", buffering=0) as file:
             return _parse_manifest(file, path, _max_bytes(_MOST_TENSORS))
     except (OSError, ValueError) as error:
-        raise PushError(f"disk: expected {path}, found {error}; give the folder of a push") from None
+        raise PushError(f"disk: cannot read {path}: {error}; give the folder of a push") from None
 
 
 def _max_bytes(num_tensors: int) -> int:
-    """Of a manifest, and of a header: so few that other threads need not wait long while one is parsed.
+    """Return the limit on a manifest, and on a header, in bytes. Other threads wait while one is parsed.
 
-    A tensor takes less than 1 KiB of either, with the longest name and the largest numbers; most take 150 bytes.
+    A tensor takes less than 1 KiB of either, even with the longest name and the largest numbers; most take 150 bytes.
     """
     return 2**16 + 2**10 * num_tensors
 
@@ -244,23 +245,24 @@ def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
     try:
         text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
-            raise PushError(f"disk: expected at most {max_bytes} bytes in {path}, found more; check its model")
+            raise PushError(f"disk: {path} has more than {max_bytes} bytes; check that it belongs to this model")
         return FolderManifest.model_validate(_manifest_fields(text))
     except (OSError, ValueError, RecursionError) as error:
         cause = first_fault(error) if isinstance(error, ValidationError) else f"{error!s:.300}"
-        raise PushError(f"disk: expected a manifest in {path}, found {cause}; write the folder again") from None
+        raise PushError(f"disk: {path} is not a manifest: {cause}; write the folder again") from None
 
 
 def _manifest_fields(text: bytes) -> dict[str, Any]:
     fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys() - {"adapters"}
     if not isinstance(fields, dict) or fields.keys() - {"adapters"} != names:
-        raise ValueError(f"no JSON map of {', '.join(sorted(names))}")
+        raise ValueError(f"expected a JSON map of {', '.join(sorted(names))}")
     return fields
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove the other pushes beside the folder `kept`, but that with its `base`, and what was left of pushes that were
-    never finished.
+    """Remove the other pushes in the parent of the folder `kept`, except `base`, and the remains of unfinished pushes.
+
+    `base`: the folder with the weights that the adapters in `kept` are added to.
     """
     for folder in kept.parent.iterdir():
         name = _FOLDER_NAME.fullmatch(folder.name)
@@ -287,6 +289,4 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PushError(
-            f"disk: expected to write {folder}, found {error.strerror}; correct the folder or free space"
-        ) from None
+        raise PushError(f"disk: cannot write {folder}: {error.strerror}; correct the folder or free space") from None

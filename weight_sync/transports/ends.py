@@ -1,4 +1,4 @@
-"""What each transport has: slots at the trainer's end, which buckets go into, and a reader at each worker's."""
+"""The two ends of every transport: slots for buckets in the trainer, and a reader of buckets in each worker."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ..payload.manifest import Bucket, Source
 
 
 class Slots(Protocol):
-    """The trainer's end of a transport, for one push. `slots`: memory for one bucket each, uint8.
+    """The trainer's end of a transport, for one push. `slots`: uint8 memory for one bucket each.
 
-    `has_word_sums`: a bucket carries a word sum and not a checksum of each piece, as in the memory of a GPU.
+    `has_word_sums`: True if a bucket carries a word sum instead of a checksum of each piece, as in the memory of a GPU.
     """
 
     slots: list[torch.Tensor]
     has_word_sums: bool
 
     def source(self, position: int) -> Source:
-        """Where the worker at that position finds the buckets."""
+        """Return the source from which the worker at this position reads the buckets."""
         ...
 
     def open(self) -> None:
-        """Let the workers in, without waiting for them."""
+        """Let the workers open the source. Does not wait for them."""
         ...
 
     def opened(self) -> None:
-        """Called when all workers say that they are in."""
+        """Note that all workers have opened the source."""
         ...
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Begin to send what is in a slot."""
+        """Begin to send the first `num_bytes` bytes of a slot."""
         ...
 
     def wait(self, slot: int) -> None:
@@ -43,20 +43,20 @@ class Slots(Protocol):
 
 
 class Reader(Protocol):
-    """The end of a transport that buckets come out of."""
+    """The worker's end of a transport."""
 
     def prepare(self, bucket: Bucket) -> None:
-        """Begin to fetch the bucket that is read next, while the one before it is still in use."""
+        """Begin to fetch the bucket that is read next. The bucket before it may still be in use."""
         ...
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's bytes, valid until the next one is read: uint8 [at least bucket.num_bytes]."""
+        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. They are valid until the next read."""
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """What no call announces: each bucket, and what reads its bytes once the bucket is checked."""
+        """Yield each bucket that comes without a call, with a function that reads its bytes. Check the bucket first."""
         ...
 
     def close(self) -> None:
-        """Let go of everything. May be called again."""
+        """Release everything. Idempotent."""
         ...

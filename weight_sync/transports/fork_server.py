@@ -1,15 +1,16 @@
-"""The processes that receive weights by gloo in a worker's stead, so that a crash in gloo is not the worker's.
+"""The processes that receive weights by gloo for a worker, so that a crash in gloo does not end the worker.
 
-`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch, which takes
-seconds, once; for each push it forks two processes, which takes milliseconds. One joins the group and receives. The
-other watches that one and says how it ended. Both end when the worker closes its end of the push's channel, the
-server when the worker closes its end of DESCRIPTOR; the system does either for a worker that was killed. So nothing
-outlives a push but the server, and nothing outlives the worker.
+`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch once, which
+takes seconds, and forks two processes for each push, which takes milliseconds. One joins the group and receives. The
+other watches the first and reports how it ended. Both end when the worker closes its end of the push's channel. The
+server ends when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes both. Therefore
+only the server outlives a push, and nothing outlives the worker.
 
-A channel is a socket that keeps messages apart, each of them JSON. The receiving process says `{"did": ...}` in this
-order: `start`; `connect`, to the store; `join`, the group; then `receive` for each `{"side", "num_bytes"}` that it is
-sent, once so many bytes of a broadcast lie at the beginning of that memory. `{"failed": REASON}` and `{"ended": CODE}`
-are last words; a negative code is the signal that ended it. `gloo_reader` has the worker's end.
+A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
+this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then `receive` for
+each `{"side", "num_bytes"}` from the worker, once a broadcast of `num_bytes` bytes lies at the beginning of this side's
+memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where a negative code is the signal that ended
+the process. `gloo_reader` is the worker's end.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: socket.socket, num_sides: int) -> None:
-    """Begin every push that is asked for, until `requests` ends.
+    """Start the processes of every requested push, until `requests` is closed.
 
-    With each message come the push's channel and `num_sides` descriptors of memory.
+    Each message comes with the push's channel and `num_sides` descriptors of memory.
     """
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 1 + num_sides)
@@ -62,11 +63,11 @@ def _begin(push: dict[str, Any], requests: socket.socket, channel: socket.socket
     try:
         _fork(watch)
     except OSError as error:
-        _say(channel, failed=f"no process for it ({error.strerror})")
+        _say(channel, failed=f"cannot start a process ({error.strerror})")
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """A process that does this and ends. Returns its id."""
+    """Fork a process that calls `run` and ends. Return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -79,8 +80,8 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> None:
-    """Let a process receive, kill it when the worker closes the channel, and say how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the system forgets how it ended
+    """Fork a process that receives, kill it when the worker closes the channel, and report how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the system discards the exit status
     watcher = os.getpid()
     alive, held = os.pipe()
 
@@ -92,11 +93,11 @@ def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> No
     try:
         pid = _fork(receive)
     except OSError as error:
-        _say(channel, failed=f"no process for it ({error.strerror})")
+        _say(channel, failed=f"cannot start a process ({error.strerror})")
         return
     os.close(held)
     poller = select.poll()
-    poller.register(alive, 0)  # hangs up when the process is gone, which holds the other end
+    poller.register(alive, 0)  # hangs up when the receiving process, which holds the other end, is gone
     poller.register(channel, 0)
     poller.poll()
     os.kill(pid, signal.SIGKILL)
@@ -105,7 +106,7 @@ def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> No
 
 
 def _die_with(parent: int) -> None:
-    """Let the system kill this process when its parent is gone, which is that one unless it is gone already."""
+    """Let the system kill this process when its parent ends. End now if `parent` is gone already."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:
         os._exit(1)
 
@@ -137,13 +138,13 @@ def _join(push: dict[str, Any], channel: socket.socket) -> Any:
 
 
 def _say(channel: socket.socket, **words: str | int) -> None:
-    with suppress(OSError):  # nobody listens any more, and whoever watches ends this process
+    with suppress(OSError):  # the worker has closed the channel, so that the watcher ends this process
         channel.send(json.dumps(words).encode())
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a peer that makes gloo abort shall not fill the disk
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps who watched a push
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a peer that makes gloo abort must not fill the disk with cores
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the watchers
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 
 

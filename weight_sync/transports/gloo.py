@@ -1,7 +1,8 @@
-"""Process groups of gloo, as trainers and the processes that receive for workers join them. Imports torch alone.
+"""Gloo process groups, as trainers and the receiving processes of workers join them. Imports torch alone.
 
-Gloo connects each member with every other one at the address that this one left in the store. It ends the process where
-a member is sent more bytes than it expects, and it may wait for a store that falls silent beyond every timeout.
+Gloo connects each member to every other member at the address that the other has left in the store. It aborts the
+process if a member is sent more bytes than it expects. If the store stops answering, it may wait longer than any
+timeout.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import torch.distributed
 c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
 STORE_SECONDS = 30.0
-"""How long a store, which is there before a push begins, may take to be reached."""
+"""Maximum time to reach a store. The store exists before a push begins."""
 
 
 def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
-    """A client of the store at `host`:`port`, for the keys that begin with `prefix`. Its waits for a key end within the
-    timeout.
+    """Return a client of the store at `host`:`port`, for the keys that begin with `prefix`.
 
-    Raise RuntimeError if nothing listens there.
+    Its waits for a key end within the timeout. Raise RuntimeError if nothing listens there.
     """
     store = c10d.TCPStore(
         host, port, None, False, min(timeout, timedelta(seconds=STORE_SECONDS)), wait_for_workers=False
@@ -33,19 +33,19 @@ def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
 
 
 def new_group(store: Any, host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    """Join the group of the `size` members that meet at the store, which is reached at `host`:`port`.
+    """Join the group of the `size` members that meet at the store at `host`:`port`.
 
-    Raise RuntimeError if not all of them come within the timeout.
+    Raise RuntimeError if not all members join within the timeout.
     """
     gloo = c10d.ProcessGroupGloo
-    options = gloo._Options()  # the one way to say which address gloo listens on
+    options = gloo._Options()  # the only way to choose the address at which gloo listens
     options._devices = [gloo.create_device(hostname=_own_address(host, port))]
     options._timeout = timeout
     return gloo(store, rank, size, options)
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached. Sends nothing."""
+    """Return the address of this machine from which `host` is reached. Sends nothing."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -53,5 +53,5 @@ def _own_address(host: str, port: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without the lines of where it arose."""
+    """Return the first line of an error, without the trace of its origin."""
     return str(error).partition("\n")[0]

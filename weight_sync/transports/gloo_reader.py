@@ -1,11 +1,11 @@
-"""The worker's side of a push through gloo: a process of its own receives, into memory that this one shares.
+"""The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
 
-Owns: the fork server that those processes come from (see `fork_server`), one for this process, started by the first
-such push and kept for the next ones; for each push the channel to the process that receives, and the memory for two
-buckets. Promises: a crash of that process is an error of the push and nothing else; every wait has a deadline, and ends
-within `TURN_SECONDS` once the push is closed; `close` waits for nothing, and leaves no thread, descriptor or process of
-the push behind. The fork server ends with this process. With a torch for CPUs it holds about 220 MB of memory, 160 of
-them its own, and makes the first push a second or two longer.
+Owns: the fork server of the receiving processes (see `fork_server`), which the first such push starts and later ones
+reuse; and for each push the channel to the receiving process and the memory for two buckets. Promises: a crash of the
+receiving process is only an error of the push; every wait has a deadline, and ends within `TURN_SECONDS` once the push
+is closed; `close` does not wait, and leaves no thread, descriptor or process of the push behind. The fork server ends
+with this process. With a torch for CPUs it takes about 220 MB of memory, of which 160 MB are not shared, and makes the
+first push a second or two longer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 from .fork_server import MAX_MESSAGE_BYTES
 from .gloo import STORE_SECONDS
 
-# -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a process of one thread may fork and go on; these would start others."""
+"""Only a process with a single thread may fork and go on. Without these variables the libraries start more threads."""
 _MARGIN_SECONDS = 1.0
-"""How much longer than its timeout gloo may take to say that it failed."""
+"""Extra time that gloo may take beyond its timeout to report its failure."""
 TURN_SECONDS = 0.02
 _REQUEST_SECONDS = 10.0
 _SIGNALS = {int(number): number.name for number in signal.Signals}
@@ -48,9 +48,10 @@ _HINTS = {
 
 
 class GlooReader:
-    """Joins the group. Raise PushError if that fails within `join_timeout` seconds, or once `is_closed` returns True.
+    """Reads buckets from a process that joins the group.
 
-    `timeout`: seconds for each bucket.
+    `timeout`: seconds for each bucket. Raise PushError if the join fails or takes more than `join_timeout` seconds, or
+    once `is_closed` returns True.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class GlooReader:
         except OSError as error:
             self.close()
             raise PushError(
-                f"collective: expected memory and a process that receives, found {error.strerror or error}; free "
-                "memory or processes, and push again"
+                f"collective: cannot start the receiving process: {error.strerror or error}; free memory or "
+                "processes, and push again"
             ) from None
         except BaseException:
             self.close()
@@ -87,11 +88,11 @@ class GlooReader:
             self._sides[side].grow(bucket.num_bytes)
         except OSError as error:
             raise PushError(
-                f"collective: expected {bucket.num_bytes} bytes of memory for a bucket, found {error.strerror}; free "
-                "some, and push again"
+                f"collective: cannot allocate {bucket.num_bytes} bytes for a bucket: {error.strerror}; free memory, "
+                "and push again"
             ) from None
         assert self._channel is not None
-        with suppress(OSError):  # if nobody takes it, `read` will hear why
+        with suppress(OSError):  # if the process is gone, `read` reports why
             self._channel.send(json.dumps({"side": side, "num_bytes": bucket.num_bytes}).encode())
         self._under_way = bucket.index
 
@@ -99,8 +100,9 @@ class GlooReader:
         if bucket.num_bytes:
             if self._under_way != bucket.index:
                 self.prepare(bucket)
-            silence = f"silence for {self._timeout:g} s"
-            self._wait("receive", "a bucket to pass", time.monotonic() + self._timeout + _MARGIN_SECONDS, silence)
+            silence = f"no data for {self._timeout:g} s"
+            deadline = time.monotonic() + self._timeout + _MARGIN_SECONDS
+            self._wait("receive", "the transfer of a bucket failed", deadline, silence)
         return self._sides[bucket.index % len(self._sides)].view
 
     def read_unannounced(self) -> tuple[()]:
@@ -122,41 +124,44 @@ class GlooReader:
         )
         self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
-        starting = "a process that receives within the timeout"
-        self._wait("start", starting, deadline, "that it takes longer to start; the next push will find it ready")
+        starting = "cannot start the receiving process"
+        self._wait("start", starting, deadline, "it takes longer than the timeout; the next push will find it ready")
         store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
-        store = f"the store at {source.host}:{source.port}"
-        self._wait("connect", f"{store} to answer", store_deadline, "silence")
-        group = f"{store}, and {source.world_size} members in the group of push {push_id}"
-        self._wait("join", group, deadline, f"silence for {join_timeout:g} s")
+        place = f"{source.host}:{source.port}"
+        self._wait("connect", f"cannot reach the store at {place}", store_deadline, "no answer")
+        group = f"cannot join the group of push {push_id} with {source.world_size} members at {place}"
+        self._wait("join", group, deadline, f"no answer for {join_timeout:g} s")
 
-    def _wait(self, step: str, expected: str, deadline: float, silence: str) -> None:
-        """Until the process that receives has done the step."""
+    def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
+        """Wait until the receiving process has done the step. Raise PushError with `trouble` if it fails.
+
+        `silence`: the reason if the process does not answer until the deadline.
+        """
         while not self._is_closed():
             word = self._hear(deadline)
             if word is not None and word.get("did") == step:
                 return
             if word is not None or time.monotonic() >= deadline:
-                raise PushError(f"collective: expected {expected}, found {_describe(word, silence)}push again")
-        raise PushError("collective: expected a push that goes on, found that it was given up; push again")
+                raise PushError(f"collective: {trouble}: {_describe(word, silence)}push again")
+        raise PushError("collective: the push was given up; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """The next word, {} if the process is gone, or None after a turn without one."""
+        """Return the next message, {} if the process is gone, or None if none came within a turn."""
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:
             message = self._channel.recv(MAX_MESSAGE_BYTES)
-        except (TimeoutError, BlockingIOError, ConnectionResetError):  # a reset comes before the last words
+        except (TimeoutError, BlockingIOError, ConnectionResetError):  # a reset comes before the last messages
             return None
         return json.loads(message) if message else {}
 
 
 class _Memory:
-    """Memory that a process which receives has too. `view`: what is mapped here: uint8."""
+    """Memory shared with a receiving process. `view`: its mapping here, uint8."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("trueroll-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # to read beyond its end would be fatal
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # reading beyond its end would be fatal
         self.view = torch.empty(0, dtype=torch.uint8)
 
     def grow(self, size: int) -> None:
@@ -170,7 +175,7 @@ class _Memory:
 
 
 class _ForkServer:
-    """The process that those which receive are forked from."""
+    """The process from which receiving processes are forked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +183,7 @@ class _ForkServer:
         self._requests: socket.socket | None = None
 
     def begin(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
-        """The channel to a process that receives this push. Raise OSError if there can be none."""
+        """Return the channel to a new process that receives this push. Raise OSError if it cannot be started."""
         channel, end = _channel()
         try:
             with end, self._lock:
@@ -190,7 +195,7 @@ class _ForkServer:
 
     def _ask(self, message: bytes, descriptors: list[int]) -> None:
         if self._process is not None and self._process.poll() is None and self._requests is not None:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended just now
+            with suppress(BrokenPipeError, ConnectionResetError):  # the server has just ended
                 socket.send_fds(self._requests, [message], descriptors)
                 return
         self._start()
@@ -206,7 +211,7 @@ class _ForkServer:
             self._process = subprocess.Popen(
                 (*_COMMAND, str(end.fileno()), str(MOST_UNDER_WAY)),
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # the worker's own says where it listens, and nothing else
+                stdout=2,  # the worker's stdout is for its address alone
                 env=os.environ | _ONE_THREAD,
                 pass_fds=[end.fileno()],
                 start_new_session=True,
@@ -221,15 +226,15 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _describe(word: dict[str, Any] | None, silence: str) -> str:
-    """What there was instead of the word that was expected, and advice."""
+    """Return the reason why the expected message did not come, and advice."""
     if word is None:
         return f"{silence}; "
     if "failed" in word:
         return f"{word['failed']}; "
     if "ended" not in word:
-        return "that the process that receives is gone; "
+        return "the receiving process is gone; "
     code = word["ended"]
     if code >= 0:
-        return f"that the process that receives ended with exit code {code}; "
+        return f"the receiving process ended with exit code {code}; "
     how = _SIGNALS.get(-code, f"signal {-code}")
-    return f"that the process that receives ended with {how}; {_HINTS.get(how, '')}"
+    return f"the receiving process ended with {how}; {_HINTS.get(how, '')}"

@@ -1,4 +1,4 @@
-"""Which GPU something is on, and how a push reaches the workers from there.
+"""The GPU of a device, and how a push reaches workers on GPUs.
 
 Owns the choice between buckets in host memory and buckets in the memory of GPUs.
 """
@@ -17,20 +17,20 @@ from ...kernels.transfer import wait_for_stream
 
 
 def gpu_of(device: torch.device | str) -> str | None:
-    """The UUID of the GPU, None for a device that is no CUDA device."""
+    """Return the UUID of a CUDA device; None for any other device."""
     device = torch.device(device)
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def shares_gpu(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Whether trainer and workers (address to GPU) are all on one GPU, so that it can hold buckets for all of them."""
+    """Return whether trainer and workers (address to GPU) all use one GPU, which can then hold buckets for all."""
     return trainer is not None and set(workers.values()) == {trainer}
 
 
 def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Whether NCCL can bring buckets from the trainer's GPU to the workers': whether all have one.
+    """Return whether trainer and workers all have a GPU, so that NCCL can broadcast buckets between them.
 
-    Raise ConfigError if two of them have the same one, or if the trainer's torch has no NCCL.
+    Raise ConfigError if two of them have the same GPU, or if the trainer's torch has no NCCL.
     """
     if trainer is None or None in workers.values():
         return False
@@ -39,13 +39,13 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
         assert gpu is not None
         if gpu in users:
             raise ConfigError(
-                f"collective: expected a GPU of its own for each of trainer and workers, found {users[gpu]} and worker "
-                f"{address} on GPU {gpu}; push by shared or disk, or start the worker on another GPU"
+                f"collective: {users[gpu]} and worker {address} are both on GPU {gpu}, but each needs a GPU of its "
+                "own; push by shared or disk, or start the worker on another GPU"
             )
         users[gpu] = f"worker {address}"
     if not torch.distributed.is_nccl_available():
         raise ConfigError(
-            "collective: expected a torch with NCCL for tensors on a GPU, found one without; install one, or push by "
+            "collective: this torch has no NCCL, which tensors on a GPU need; install a torch with NCCL, or push by "
             "shared or disk"
         )
     return True
@@ -53,7 +53,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """A CUDA device is the one that this thread uses, for the driver too, and has done what the thread asked of it."""
+    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes its stream first."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""What a worker lets a push make it do: which folders it reads, and which hosts it connects to."""
+"""The rules for what a push may make a worker do: which folders it reads, and which hosts it connects to."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True)
 class PushPolicy:
-    """`folder`: pushes by disk come from inside it, whoever wrote them; None: from folders that belong to the user the
-    worker runs as, and that nobody else can write.
+    """The folders and hosts that a push may use.
 
-    `hosts`: where collective pushes may have their store beside loopback: IPs, networks such as 10.0.0.0/8, or names,
-    which are compared and not looked up.
+    `folder`: the folder that contains pushes by disk. The owner of the files does not matter. None: only folders and
+    files that belong to the worker's user and that nobody else can write.
+
+    `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
+    or names. Names are compared, not looked up.
     """
 
     folder: str | None = None
     hosts: tuple[str, ...] = ()
 
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
-        """The regular files `names` in the folder of a push, open for reading; the caller closes them.
+        """Open the regular files `names` in the folder of a push for reading. The caller closes them.
 
-        Never waits for the other end of a pipe. Raise PushError if the push may not make the worker read them, with
-        one text whatever the cause is, so that no client learns from it which files there are; the log has the cause.
+        Never waits for the other end of a pipe. Raise PushError if the worker may not read them. The error has the same
+        text for every cause, so that a client cannot probe which files exist. The log has the cause.
         """
         try:
             parent = self._open_folder(folder)
@@ -46,15 +48,15 @@ class PushPolicy:
             finally:
                 os.close(parent)
         except (OSError, ValueError) as error:
-            log.warning("push by disk from %r: refused, for %s", folder, error)
+            log.warning("push by disk from %r refused: %s", folder, error)
             raise PushError(
-                f"disk: expected the folder of a push that this worker may read, found none at {folder}; it must lie "
-                f"inside the worker's --push-folder or, without one, belong to the worker's user (uid {os.geteuid()}) "
-                "and be writable by nobody else, as its files must; the worker's log says more"
+                f"disk: cannot read a push from {folder}; the folder must lie inside the worker's --push-folder or, "
+                f"without that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody "
+                "else, as must its files; the worker's log has the cause"
             ) from None
 
     def check_writable(self, folder: str) -> None:
-        """Raise PushError unless the worker may be made to write into a folder: one that it would read a push from."""
+        """Raise PushError unless the worker may write into a folder: one from which it would read a push."""
         try:
             opened = self._open_folder(folder)
             try:
@@ -63,20 +65,20 @@ class PushPolicy:
             finally:
                 os.close(opened)
         except (OSError, ValueError) as error:
-            log.warning("weights to be written into %r: refused, for %s", folder, error)
+            log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
-                f"disk: expected a folder that this worker may write into, found none at {folder}; it must lie inside "
-                f"the worker's --push-folder or, without one, belong to the worker's user (uid {os.geteuid()}) and be "
-                "writable by nobody else; the worker's log says more"
+                f"disk: cannot write into {folder}; the folder must lie inside the worker's --push-folder or, without "
+                f"that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody else; the "
+                "worker's log has the cause"
             ) from None
 
     def check_host(self, host: str) -> None:
-        """Raise PushError unless a push may make the worker connect to `host`, an IP or a name. Looks nothing up."""
+        """Raise PushError unless a push may make the worker connect to `host`, an IP or a name. Looks up nothing."""
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(
-            f"collective: expected a host of loopback or among the worker's push_hosts, found {host!r}; push from one, "
-            "or start the worker with --push-hosts that has it"
+            f"collective: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
+            "worker with --push-hosts that includes it, or push from an allowed host"
         )
 
     def _open_folder(self, folder: str) -> int:
@@ -85,7 +87,7 @@ class PushPolicy:
         return os.open(folder, _FOLDER)
 
     def _open_in(self, parent: int, names: Sequence[str]) -> list[FileIO]:
-        """What is open is checked, not what a path meant before: nobody can exchange it in between."""
+        """Open the files, then check the open files themselves, so that nobody can exchange them in between."""
         if self.folder is None:
             _check_owner(os.fstat(parent), "the folder")
         with ExitStack() as opened:
@@ -93,7 +95,7 @@ class PushPolicy:
             for name, file in zip(names, files, strict=True):
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise PermissionError(f"{name} is no regular file")
+                    raise PermissionError(f"{name} is not a regular file")
                 if self.folder is None:
                     _check_owner(status, name)
             opened.pop_all()
@@ -101,7 +103,7 @@ class PushPolicy:
 
 
 def _open_inside(root: str, folder: str) -> int:
-    """Go down from `root`, following no link: what is reached lies inside it, whatever is renamed meanwhile."""
+    """Open `folder` from `root` on, following no link. The result is inside `root`, even if folders are renamed."""
     root = os.path.realpath(root, strict=True)
     parts = Path(os.path.realpath(folder, strict=True)).relative_to(root).parts
     opened = os.open(root, _FOLDER)
@@ -133,7 +135,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Whether the entry is that host, or a network that it lies in."""
+    """Return whether the entry is this host, or a network that contains it."""
     if entry == host:
         return True
     try:

@@ -1,9 +1,9 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
-Owns: on the trainer's side a segment of slots, for one push; on the worker's side a mapping of it. The name is removed
-as soon as all workers have mapped the memory, which the system frees with its last mapping. A trainer that is killed
-before that leaves the name behind until the next push of any trainer of this user, which finds that nobody holds its
-lock. Both sides run as the same user.
+Owns: a segment of slots in the trainer, for one push, and a mapping of it in each worker. The segment's name is removed
+as soon as all workers have mapped the memory. The system frees the memory when the last mapping is gone. If a trainer
+is killed before it removes the name, the next push of any trainer of this user does so, once it finds the segment's
+lock free. Both sides run as the same user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class SharedSlots:
-    """The trainer's side. `slots`: uint8 tensors to fill. Raise PushError if there is too little shared memory."""
+    """The trainer's side. `slots`: uint8 tensors to fill. Raise PushError if there is not enough shared memory."""
 
     has_word_sums = False
 
@@ -43,17 +43,17 @@ class SharedSlots:
         return self._source
 
     def open(self) -> None:
-        """Nothing to do: the workers come on their own."""
+        """Do nothing: the workers map the memory on their own."""
 
     def opened(self) -> None:
-        """All workers have mapped the memory: nobody else shall."""
+        """Remove the name, so that nobody else can map the memory."""
         self._unlink()
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Nothing to do: the workers read the slot where it is."""
+        """Do nothing: the workers read the slot in place."""
 
     def wait(self, slot: int) -> None:
-        """Nothing to wait for beside the workers' answers."""
+        """Do nothing: a slot is free once the workers have answered."""
 
     def close(self) -> None:
         self._unlink()
@@ -64,19 +64,19 @@ class SharedSlots:
 
 
 class SharedReader:
-    """The worker's side. Raise PushError if there is no such memory, or not as it should be."""
+    """The worker's side. Raise PushError if the memory does not exist, or has another size or owner."""
 
     def __init__(self, source: SharedSource) -> None:
         self._source = source
         self._memory = torch.frombuffer(_attach(source), dtype=torch.uint8)
 
     def prepare(self, bucket: Bucket) -> None:
-        """Nothing to do: it lies there."""
+        """Do nothing: the bytes are in place."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         size = self._source.slot_bytes
         if bucket.num_bytes > size:
-            raise PushError(f"bucket {bucket.index}: expected {size} bytes at most, a slot, found {bucket.num_bytes}")
+            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, more than a slot ({size})")
         start = bucket.index % self._source.num_slots * size
         return self._memory[start : start + size]
 
@@ -88,15 +88,15 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    """The memory, and with it the lock on its file, which lasts as long: the mapping keeps the file open."""
+    """Create the memory and lock its file. The mapping keeps the file open, and thus the lock, while it exists."""
     file = _create_locked(_FOLDER / name)
     try:
-        os.posix_fallocate(file, 0, size)  # otherwise a full file system kills who writes
+        os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process
         return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         (_FOLDER / name).unlink()
         raise PushError(
-            f"shared: expected {size} bytes of shared memory, found {error.strerror}; make {_FOLDER} larger"
+            f"shared: cannot allocate {size} bytes of shared memory: {error.strerror}; make {_FOLDER} larger"
         ) from None
     finally:
         os.close(file)
@@ -106,16 +106,16 @@ def _create_locked(path: Path) -> int:
     while True:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:  # otherwise another trainer has removed it, before it was locked
+        if os.fstat(file).st_nlink:  # otherwise another trainer removed the file before it was locked
             return file
         os.close(file)
 
 
 def _remove_abandoned() -> None:
-    """The memory of trainers that were killed."""
+    """Remove the memory of trainers that were killed."""
     for entry in os.scandir(_FOLDER):
         if entry.name.startswith(_PREFIX):
-            with suppress(OSError):  # another user's, or another trainer was faster
+            with suppress(OSError):  # it is another user's, or another trainer was faster
                 _remove_if_abandoned(entry.path)
 
 
@@ -134,8 +134,8 @@ def _attach(source: SharedSource) -> mmap.mmap:
         file = os.open(_FOLDER / source.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise PushError(
-            f"shared: expected the memory {source.name}, found {error.strerror}; run trainer and worker on one "
-            "machine, as the same user and, in containers, with the same /dev/shm"
+            f"shared: cannot open the memory {source.name}: {error.strerror}; run trainer and worker on one machine, "
+            "as the same user and, in containers, with the same /dev/shm"
         ) from None
     try:
         status = os.fstat(file)

@@ -1,6 +1,7 @@
-"""The worker's side of adapters: that they belong to its weights, and their merge into these; and checksums of weights.
+"""The worker's side of adapters: the check that they fit its weights, their merge, and checksums of weights.
 
-Owns nothing. What is done for a push goes over weights one by one, each under `guarded`, which says whether to go on.
+Owns nothing. The work for a push goes weight by weight, each in a `guarded` context, which raises if the push is
+closed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
-    """Raise OtherBaseError unless adapters that come alone are of this worker's weights, to the bit."""
+    """Make `staging` expect adapters. Raise OtherBaseError if they come alone and their base differs in any bit."""
     if adapters.base is not None:
         _check_base(dict(adapters.base), weights, guarded)
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
@@ -27,18 +28,18 @@ def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingAre
 
 
 def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard) -> None:
-    """Put all weights together with their adapters. Raise PushError if one becomes infinite."""
+    """Merge every weight with its adapter. Raise PushError if a result is not finite and `reject_nonfinite` is set."""
     for name in staging.to_merge():
         with guarded():
             if not staging.merge(name) and reject_nonfinite:
                 raise PushError(
-                    f"tensor {name}: expected finite values, or a push with reject_nonfinite=False, found infinite "
-                    "ones or NaN where its adapter is added; nothing of this push is served"
+                    f"tensor {name}: expected finite values (or reject_nonfinite=False), found infinities or NaN in "
+                    "the sum with its adapter; nothing of this push is served"
                 )
 
 
 def served_checksums(weights: Destination) -> dict[str, int]:
-    """Of every parameter that is served."""
+    """Return the checksum of every served parameter."""
     dtype_of = dtypes_of(weights)
     return {name: tensor_checksum(weights.served(name), dtype_of(name)) for name in weights.shapes}
 
@@ -53,6 +54,6 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
             others.append(name)
     if others:
         raise OtherBaseError(
-            f"adapters: expected the weights that the trainer adds them to, found others in {list_names(others)}; push "
-            "the model without adapters=True once, which brings the weights too"
+            f"adapters: were trained on other weights than this worker's ({list_names(others)} differ); push the model "
+            "without adapters=True once, which brings the weights too"
         )

@@ -1,8 +1,8 @@
-"""The pieces of a push become a complete set of weights, or an error that names the tensor.
+"""Assembles the pieces of a push into a complete set of weights, or raises an error that names the tensor.
 
-Owns the count of what has arrived. Does not own the staging that it writes into, nor the memory it reads from, of which
-it keeps nothing. Promises that no length, offset or index is believed before it is checked, and that `finish` succeeds
-only if every tensor that the push has to bring arrived exactly once, whole or in all its parts.
+Owns the count of what has arrived. Does not own the staging that it writes to, or the memory that it reads from, and
+keeps no reference to that memory. Promises that every length, offset and index is checked before it is used, and that
+`finish` succeeds only if every tensor of the push arrived exactly once, whole or in all its parts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ..payload.manifest import (
 )
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
-FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones or NaN"
-"""What was expected, and what was found."""
+FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
+"""The expected values, and the values found instead."""
 
 
 class Writable(Protocol):
-    """Rows of a weight, or of a part of one, in whatever layout they are stored."""
+    """Rows of a weight or of a part, in any storage layout."""
 
     def copy_(self, source: torch.Tensor, /) -> Any: ...
 
 
 class StagingArea(Protocol):
-    """Where the weights of a push are put together, beside the live ones or, in place, in them."""
+    """The place where the weights of a push are assembled: beside the live weights or, in place, in them."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -51,47 +51,48 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Flat int64 indices and the values that belong there. Copies both at once: their memory is used again."""
+        """Set elements. `indices`: flat, int64. Copies both tensors at once, since their memory is used again."""
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Expect the adapters of these weights: name of A, name of B, rank and scale of each. `alone`: without the
-        weights, which are those that the worker had before adapters.
+        """Expect adapters of these weights: for each (name of A, name of B, rank, scale).
+
+        `alone`: the weights do not come, and the adapters are added to what the worker had before adapters.
         """
         ...
 
     def to_merge(self) -> Sequence[str]:
-        """The parameters that `merge` is to be called for once all rows are there."""
+        """Return the parameters to call `merge` for, once all rows have arrived."""
         ...
 
     def merge(self, name: str) -> bool:
-        """Puts a parameter together with its adapter, if it has one. False if that made values that are not finite."""
+        """Merge a parameter with its adapter, if it has one. Return False if the result is not finite."""
         ...
 
 
 class KeptBase(Protocol):
-    """What a worker's weights were before adapters. `checksums`: of its parameters, as far as they are known."""
+    """A worker's weights before adapters. `checksums`: checksums of its parameters that are known already."""
 
     @property
     def checksums(self) -> dict[str, int]: ...
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """One that others can use as well, once all is there."""
+    """A staging area that other workers can map once it is complete."""
 
     def lend(self) -> tuple[int, int, int, int]:
-        """Where: `pid`, `fd`, `inode` and `num_bytes` of `LentSource`. Nothing more is written to it."""
+        """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
         ...
 
     def withdraw(self) -> None:
-        """Lend it no more from now on; a process that has it keeps it."""
+        """Stop lending. A process that has mapped the memory keeps it."""
         ...
 
 
 class Destination(Parameters, Protocol):
-    """The parameters of a worker, and how to make a place for new ones. `kin`: see `Weights`.
+    """A worker's parameters, and factories of staging areas for new ones. `kin`: see `Weights`.
 
-    `commit_note`: why commits take longer than they could, or empty.
+    `commit_note`: why commits take longer than necessary; empty if they do not.
     """
 
     @property
@@ -104,11 +105,11 @@ class Destination(Parameters, Protocol):
     def base(self) -> KeptBase: ...
 
     def served(self, name: str) -> torch.Tensor:
-        """A parameter as it is served, dense."""
+        """Return a parameter as it is served, dense."""
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        """A parameter as it was before adapters. The live weights must be whole."""
+        """Return a parameter as it was before adapters. The live weights must be whole."""
         ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
@@ -116,13 +117,13 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """What another worker of this kin lends, all of it. Raise OSError if it is not there."""
+        """Return all weights that another worker of this kin lends. Raise OSError if they are not there."""
         ...
 
 
 @dataclass
 class _Tally:
-    """How many of a tensor's rows, or of its changed elements, have arrived."""
+    """The number of arrived rows, or changed elements, of a tensor."""
 
     kind: str
     expected: int
@@ -147,33 +148,31 @@ class Assembly:
         self._tallies: dict[str, _Tally] = {}
 
     def check(self, bucket: Bucket) -> None:
-        """Raise PushError unless every piece lies inside the bucket and has the bytes that it should have."""
+        """Raise PushError unless every piece lies inside the bucket and has the size that its shape needs."""
         for piece in bucket.pieces:
             self._check_extent(piece)
             expected = self._num_bytes(piece)
             _expect(piece.num_bytes == expected, piece, f"{expected} bytes", piece.num_bytes)
-            _expect(piece.offset % ALIGNMENT == 0, piece, f"an offset that {ALIGNMENT} divides", piece.offset)
+            _expect(piece.offset % ALIGNMENT == 0, piece, f"a multiple of {ALIGNMENT} as offset", piece.offset)
             end = piece.offset + piece.num_bytes
             _expect(end <= bucket.num_bytes, piece, f"an end within the bucket's {bucket.num_bytes} bytes", end)
             if bucket.word_sum is None:
-                _expect(piece.checksum is not None, piece, "a checksum of it or of its bucket", "none")
+                _expect(piece.checksum is not None, piece, "a checksum of the piece or of its bucket", "none")
             else:
                 _expect(isinstance(piece, Rows), piece, "rows in a bucket with a word sum", piece.kind)
-                _expect(piece.checksum is None, piece, "one checksum, of its bucket", "a second one")
+                _expect(piece.checksum is None, piece, "only the word sum of its bucket", "a checksum of its own too")
         end = max((piece.offset + piece.num_bytes for piece in bucket.pieces), default=0)
         if bucket.num_bytes != end:
-            raise PushError(
-                f"bucket {bucket.index}: expected {end} bytes, as its pieces need, found {bucket.num_bytes}"
-            )
+            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Raise PushError unless the bytes of a checked bucket with a word sum are right. Writes nothing.
+        """Raise PushError unless the bytes of a checked bucket with a word sum are correct. Writes nothing.
 
-        Waits once for the GPU that they are on, and once more to look for values that are not finite.
+        Synchronizes their GPU once, and once more if values must be finite.
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
-                raise PushError(f"bucket {bucket.index}: expected a word sum, for it is on {data.device}, found none")
+                raise PushError(f"bucket {bucket.index}: is on {data.device}, but has no word sum")
             return
         found = word_sum(data[: bucket.num_bytes])
         if found != bucket.word_sum:
@@ -189,9 +188,9 @@ class Assembly:
                 _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError unless a checked piece comes in its order, with the right bytes. Writes nothing.
+        """Raise PushError unless a checked piece comes in order and has the right bytes. Writes nothing.
 
-        A piece without a checksum is one of a bucket that `inspect_all` has looked at.
+        A piece without a checksum belongs to a bucket that `inspect_all` has checked.
         """
         if piece.checksum is not None:
             self._inspect_bytes(piece, piece.checksum, data)
@@ -218,7 +217,7 @@ class Assembly:
         check_complete(self._tallies, self._weights)
         cut = [f"{name} ({t.arrived} of {t.expected} {t.kind})" for name, t in self._tallies.items() if not t.is_whole]
         if cut:
-            raise PushError(f"push: expected whole tensors, but incomplete are {list_names(cut)}; push again")
+            raise PushError(f"push: tensors are incomplete: {list_names(cut)}; push again")
 
     def _check_extent(self, piece: Piece) -> None:
         shape = self._spellings.shape(piece.name)
@@ -229,9 +228,9 @@ class Assembly:
             end = piece.start + piece.length
             _expect(end <= shape[0] and piece.length > 0, piece, f"some of {shape[0]} rows", f"[{piece.start}, {end})")
             if len(shape) == 2:
-                _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a start that {ROW_MULTIPLE} divides", piece.start)
+                _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a multiple of {ROW_MULTIPLE} as start", piece.start)
         else:
-            _expect(self._is_sparse, piece, "rows, for this push has no base", "elements")
+            _expect(self._is_sparse, piece, "rows, since this push has no base", "elements")
             most = min(piece.total, math.prod(shape))
             _expect(piece.count <= most, piece, f"at most {most} elements", piece.count)
             _expect(piece.count > 0 or piece.total == 0, piece, "some elements", 0)
@@ -276,7 +275,7 @@ class Assembly:
 
 
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
-    """The bytes of a piece in those of its bucket."""
+    """Return the bytes of a piece. `data`: the bytes of its bucket."""
     return data[piece.offset : piece.offset + piece.num_bytes]
 
 

@@ -1,4 +1,4 @@
-"""What the receiver of a push tells the worker. Imports no torch, for a worker answers before that is loaded."""
+"""The events that a push's receiver sends to the worker. Imports no torch: a worker answers before it has loaded it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ..payload.messages import PushPhase
 
 @dataclass(frozen=True)
 class Reached:
-    """The call `id` was done, and with it the push has come to `phase`: begun, staged or verified. `lent`: where others
-    find the weights, once they are verified, if they are lent.
+    """The call `id` is done, and the push has reached `phase`: begun, staged or verified.
+
+    `lent`: where others find the verified weights, if they are lent.
     """
 
     id: str
@@ -24,12 +25,12 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. Nothing was written, and nothing will be before `Receiver.proceed`."""
+    """The source of a push in place is open. Nothing was written yet, and nothing is until `Receiver.proceed`."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The push is over without a result; `error` is the answer to every call that waits."""
+    """The push has failed. `error`: the answer to all of its pending calls."""
 
     error: PushError | DeadlineError
 
@@ -39,7 +40,7 @@ PushEvent: TypeAlias = Opened | Reached | Broken
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a push has come. `started`: on the clock of `time.monotonic`."""
+    """Progress of a push. `started`: time on the clock of `time.monotonic`."""
 
     phase: PushPhase
     bytes_staged: int

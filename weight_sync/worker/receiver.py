@@ -1,14 +1,19 @@
 """The worker's side of a push: one thread that takes it from begin to its end.
 
-`CallQueue` owns the calls that the push waits for; `Writing` whether the push may still write, which its thread and the
-one that closes it must agree on; `Intake` which bucket comes next. `Receiver`, the thread, owns the transport's reading
-end (group, mapped memory), and the staging until the commit takes it. Not owned here: where pieces go (`assembly`), the
-live weights, the commit, the socket.
+- `CallQueue` owns the pending calls of the push.
+- `Writing` owns whether the push may still write, which its thread and the thread that closes it must agree on.
+- `Intake` owns which bucket comes next.
+- `Receiver`, the thread, owns the transport's reader (group, mapped memory), and the staging until the commit takes it.
 
-Promises: writes into live weights only once its source is open and it was told to proceed; never blocks its caller for
-longer than it takes to write one piece, or to merge one weight with its adapter; publishes `Reached` for each call, or
-`Broken` and then nothing more; ends by itself when nothing was asked of it for `begin.timeout` seconds (while other
-workers drain, for so much longer), and when closed writes nothing more.
+Does not own: the places of pieces (`assembly`), the live weights, the commit, the socket.
+
+Promises:
+
+- It writes into live weights only once its source is open and `proceed` was called.
+- It blocks its caller no longer than it takes to write one piece, or to merge one weight with its adapter.
+- It publishes `Reached` for each call, or `Broken` and then nothing more.
+- It ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other workers drain).
+- Once it is closed it writes nothing more.
 """
 
 from __future__ import annotations
@@ -58,12 +63,12 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """How long the other workers may take to begin: in place they let running requests end first, if they drain."""
+    """Return the seconds that other workers may take to begin. A push in place may drain running requests first."""
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
 class CallQueue:
-    """Calls of the push that `begin` describes. `put` may be called from any thread."""
+    """The calls of the push that `begin` describes. `put` may be called from any thread."""
 
     def __init__(self, begin: BeginPush) -> None:
         self._begin = begin
@@ -72,7 +77,7 @@ class CallQueue:
         self._patience = begin_seconds(begin)
 
     def put(self, call: Call | None) -> None:
-        """One more call; None: there are no more."""
+        """Add a call; None: no more calls come."""
         self._queue.put(call)
 
     def next(self) -> Call | None:
@@ -84,25 +89,25 @@ class CallQueue:
             call = self._queue.get(timeout=self._patience)
         except queue.Empty:
             raise DeadlineError(
-                f"push {self._begin.push_id}: expected the next call within {self._patience} s, found none; "
-                "the trainer died or hangs, and may push again"
+                f"push {self._begin.push_id}: no call came within {self._patience} s; the trainer has died or hangs, "
+                "and may push again"
             ) from None
         self._patience = self._begin.timeout
         return call
 
     def look_ahead(self) -> Call | None:
-        """The call that `next` gives after this one, if it has come."""
+        """Return the call that `next` will return, if it has come, else None."""
         if self._ahead is None and not self._queue.empty():
             self._ahead = self._queue.get()
         return self._ahead
 
 
 class Closed(Exception):
-    """The push was closed while it had something to do."""
+    """The push was closed before this operation."""
 
 
 class Writing:
-    """Open at first. Nothing is written once `close` has returned, nor over live weights before `allow_overwriting`."""
+    """Permission to write. Nothing is written after `close`, or over live weights before `allow_overwriting`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -115,14 +120,14 @@ class Writing:
         self._may_overwrite.set()
 
     def close(self) -> None:
-        """Wait until what is being written is there; from now on nothing is written."""
+        """Forbid writing from now on. Waits until the current write is done."""
         self.is_closed = True
         self._may_overwrite.set()
         with self._lock:
             pass
 
     def check(self) -> None:
-        """Raise Closed once this is closed."""
+        """Raise Closed if this is closed."""
         if self.is_closed:
             raise Closed
 
@@ -133,7 +138,7 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Write inside: `close` waits until that is done, on the device too. Raise Closed if this is closed."""
+        """Hold off `close` until the writes of the context are done, on the device too. Raise Closed if closed."""
         with self._lock:
             self.check()
             yield
@@ -141,8 +146,9 @@ class Writing:
 
 
 class Intake:
-    """Reads buckets with `reader` into `assembly`, each piece while `writing` allows it. `staged` is told the bytes of
-    each bucket that is there. `num_buckets`: how many are there.
+    """Reads buckets with `reader` into `assembly`, each piece while `writing` allows it.
+
+    `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
 
     def __init__(
@@ -159,11 +165,12 @@ class Intake:
         self._early: StageBucket | None = None
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Take the bucket of a call in, and one behind it that came too early: yield the id of each call that is done.
-        Raise PushError for a bucket out of turn.
+        """Stage the bucket of a call, and a next one that came too early. Yield the id of each call that is done.
+
+        Raise PushError for a bucket out of order.
         """
         if self._early is None and call.bucket.index == self.num_buckets + 1:
-            self._early = call  # the one before it was lost with a connection, and is sent again
+            self._early = call  # the call before it was lost with a connection, and is sent again
             return
         self._take(call.bucket)
         yield call.id
@@ -172,13 +179,14 @@ class Intake:
             yield from self.stage(early)
 
     def finish(self, num_buckets: int) -> None:
-        """All announced buckets are there: add the buckets of a folder, which are not announced. Raise PushError if
-        anything is missing then.
+        """Add the buckets of a folder, for which no calls come. Raise PushError if anything is missing then.
+
+        `num_buckets`: number of buckets that the trainer has announced.
         """
         if num_buckets != self.num_buckets:
-            raise PushError(f"verify: expected {self.num_buckets} buckets, as arrived, found {num_buckets}")
+            raise PushError(f"verify_push: {num_buckets} buckets were sent, but {self.num_buckets} arrived; push again")
         for bucket, read in self._reader.read_unannounced():
-            self._assembly.check(bucket)  # before memory is taken for it
+            self._assembly.check(bucket)  # before memory is allocated for it
             self._add(bucket, read())
         self._assembly.finish()
 
@@ -192,7 +200,7 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Let the next bucket come while this one is copied, if it is announced; if it is wrong, its turn tells."""
+        """Fetch the next bucket, if it is announced, while this one is copied. Leave errors to that bucket's turn."""
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
             with suppress(PushError):
@@ -210,17 +218,16 @@ class Intake:
 
 
 TRAINER_FIRST = 1.0
-"""Seconds. A worker waits so much longer for the group to form than the trainer does: if one worker is silent, the
-trainer gives up first, and its error names that worker. The others cannot tell which one it is.
+"""Extra seconds that a worker waits for the group to form, beyond the trainer's limit. If a worker is silent, the
+trainer gives up first, and its error names that worker. The other workers cannot tell which one it is.
 """
 
 
 class Receiver(threading.Thread):
-    """Receives the push that `begin` describes, for `weights` on `device`; `publish` is called on this thread with each
-    event.
+    """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `progress` may be read at any time; `staging` once the push is verified, after which nothing more may be asked: the
-    worker takes it for the commit before `close`.
+    `publish`: called on this thread with each event. `progress` may be read at any time. `staging` may be read once the
+    push is verified. Then no more calls may be taken: the worker takes the staging for the commit, and calls `close`.
     """
 
     def __init__(
@@ -240,16 +247,17 @@ class Receiver(threading.Thread):
         self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
-        """Do this after what was taken before; `Reached` follows."""
+        """Take a call, to be done after the earlier ones. `Reached` follows."""
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Write into the live weights from now on, as nothing reads them any more. Follows `Opened`, in place alone."""
+        """Allow writing into the live weights, which nothing reads any more. Only in place, after `Opened`."""
         self._writing.allow_overwriting()
 
     def close(self) -> None:
-        """End soon, and free what this holds. Waits while a piece is being written, or a weight merged, and for nothing
-        else; when it returns nothing more is written. An event that is on its way may still come.
+        """End soon, and free all resources. Waits only until the current write of a piece or merge of a weight is done.
+
+        Nothing is written once it returns. An event that is on its way may still come.
         """
         self._writing.close()
         self._calls.put(None)
@@ -266,12 +274,10 @@ class Receiver(threading.Thread):
         except TruerollError as error:
             self._break(PushError(str(error)))
         except (MemoryError, torch.OutOfMemoryError):
-            self._break(
-                PushError("staging: expected memory for a second set of weights, found too little; push in_place")
-            )
+            self._break(PushError("staging: too little memory for a second set of weights; push with in_place"))
         except Exception as error:
             log.exception("a push failed")
-            self._break(PushError(f"push: expected to receive it, found {type(error).__name__}: {error}; push again"))
+            self._break(PushError(f"push: receiving failed with {type(error).__name__}: {error}; push again"))
         finally:
             self.staging = None
 
@@ -302,16 +308,16 @@ class Receiver(threading.Thread):
             if begin.adapters is not None:
                 merge_adapters(staging, begin.reject_nonfinite, self._writing.guarded)
             self._advance("verified", 0)
-            reader.close()  # before the trainer frees what it reads
+            reader.close()  # before the trainer frees the source
             self._answer(verify.id, "verified", None if lendable is None else self._lend(lendable))
             self._repeat(verify)
         finally:
             if lendable is not None:
-                lendable.withdraw()  # nothing may be borrowed from a push that is over
+                lendable.withdraw()  # nobody may borrow from a push that is over
             reader.close()
 
     def _take_buckets(self, intake: Intake) -> VerifyPush | None:
-        """Take buckets in until the push is to be verified; None if it is closed before."""
+        """Stage buckets until verify_push comes. Return that call, or None if the push is closed before."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if isinstance(call, VerifyPush):
                 return call
@@ -320,10 +326,10 @@ class Receiver(threading.Thread):
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:
-        """Until the push ends, answer further calls to verify it: the first answer may have been lost."""
+        """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
-                raise PushError(f"{call.type}: expected nothing more after verify_push, found it; push again")
+                raise PushError(f"{call.type}: came after verify_push; push again")
             self._answer(call.id, "verified")
 
     def _wait_to_overwrite(self) -> None:
@@ -336,8 +342,8 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: expected lends for whole tensors beside the live ones, of a worker that has a kin, found "
-                "another push; push without lends"
+                "begin_push: lends needs a push of whole tensors, without in_place, to a worker that has a kin; push "
+                "without lends"
             )
         return self._weights.new_lendable()
 
@@ -347,25 +353,25 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Take what another worker has verified: that it lies where it should is all that is left to check."""
+        """Map weights that another worker has verified. Only their place is left to check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
-                "lent: expected whole weights of a worker of the same kin, beside the live ones, found another push; "
-                "push without lent memory"
+                "lent: the source needs a push of whole tensors, without in_place or lends, from a worker of the same "
+                "kin; push without lent memory"
             )
         try:
             self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))
         except (OSError, OverflowError) as error:
-            log.warning("weights that process %d lends: not taken, for %s", source.pid, error)
+            log.warning("cannot map the weights that process %d lends: %s", source.pid, error)
             raise PushError(
-                f"lent: expected weights that process {source.pid} lends, found none; see whether that worker still "
-                "runs, and push again; this worker's log says more"
+                f"lent: cannot map the weights that process {source.pid} lends; check that this worker still runs, and "
+                "push again; the log of the worker that reports this has the cause"
             ) from None
         self._answer(begin.id, "begun")
         if not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets:
-                raise PushError(f"{call.type}: expected one verify_push of no buckets for lent weights, found another")
+                raise PushError(f"{call.type}: lent weights need a verify_push with num_buckets 0 next; push again")
             self._advance("verified", 0)
             self._answer(call.id, "verified")
             self._repeat(call)
@@ -386,7 +392,7 @@ def _open_source(
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
-    """Raise PushError if there is no such source, or `policy` forbids it. Waits no longer once `is_closed`."""
+    """Open the source. Raise PushError if it does not exist, or if `policy` forbids it. Stop waiting if `is_closed`."""
     match source:
         case CollectiveSource():
             policy.check_host(source.host)

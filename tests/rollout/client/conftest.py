@@ -1,4 +1,4 @@
-"""A client, and the worker with a fake engine that it talks to."""
+"""A client, and a worker with a fake engine that it is connected to."""
 
 from __future__ import annotations
 

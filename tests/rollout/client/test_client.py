@@ -1,4 +1,4 @@
-"""The clients against a worker on a thread: results, concurrency, cancelling, reconnecting, losing the worker."""
+"""The clients with a worker on a thread: results, concurrency, cancelling, reconnecting, a lost worker."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_wrong_arguments_of_other_calls_raise(client: RolloutClient) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:port", "ipc:///" + "x" * 200])
-def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with RolloutClient(address) as client, pytest.raises(ConfigError, match="address: cannot connect to"):
         client.health()
 
@@ -148,7 +148,7 @@ def test_one_bad_request_raises_and_the_others_are_aborted(client: RolloutClient
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent(client: RolloutClient) -> None:
-    with pytest.raises(MessageTooLargeError, match="max_message_bytes = 4096"):
+    with pytest.raises(MessageTooLargeError, match="limit 4096, max_message_bytes"):
         client.generate([[1] * 40_000])
     assert client.health().state == "ready"
 
@@ -222,7 +222,7 @@ def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: Fa
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            await client.health()  # answered after the abort was taken
+            await client.health()  # the reply comes after the abort was received
             engine.gate.set()
             check_group((await other)[0], 2)
 
@@ -232,7 +232,7 @@ def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: Fa
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A process started in the background may have been told to ignore interrupts."""
+    """Enable interrupts, which a process started in the background may ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -256,7 +256,7 @@ def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine,
     assert engine.stats().samples_finished == {"abort": 2}
 
 
-def test_a_closed_client_says_so(worker: WorkerOnThread) -> None:
+def test_calls_of_a_closed_client_raise(worker: WorkerOnThread) -> None:
     async def run() -> None:
         client = AsyncRolloutClient(worker.address)
         assert (await client.health()).id
@@ -309,7 +309,7 @@ stream = client.stream([[1], [2]], SamplingParams(n=300, max_tokens=300))
     assert sum(finished.values()) == 600 and finished["abort"] >= 598
 
 
-def test_a_stream_collected_on_the_clients_own_thread_hangs_nothing(client: RolloutClient, engine: FakeEngine) -> None:
+def test_collecting_a_stream_on_the_clients_own_thread_does_not_hang(client: RolloutClient, engine: FakeEngine) -> None:
     async def collect() -> int:
         return gc.collect()
 
@@ -329,7 +329,7 @@ def test_a_stream_collected_on_the_clients_own_thread_hangs_nothing(client: Roll
     assert engine.stats().samples_finished["abort"] == 299
 
 
-def test_a_client_that_nobody_has_ends_its_thread(worker: WorkerOnThread) -> None:
+def test_a_client_without_references_ends_its_thread(worker: WorkerOnThread) -> None:
     client = RolloutClient(worker.address)
     client.health()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
@@ -338,7 +338,7 @@ def test_a_client_that_nobody_has_ends_its_thread(worker: WorkerOnThread) -> Non
     assert not thread.is_alive()
 
 
-def test_closing_while_others_call_hangs_nobody(worker: WorkerOnThread) -> None:
+def test_closing_during_calls_of_other_threads_does_not_hang(worker: WorkerOnThread) -> None:
     for _ in range(30):
         client = RolloutClient(worker.address)
 
@@ -369,7 +369,7 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
                 pass
             (id,) = [id for id in worker.worker._book.ledger.open if worker.worker._book.ledger.open[id].params is None]
             abort = asyncio.create_task(client.abort(id))
-            await asyncio.sleep(0)  # the abort goes out first
+            await asyncio.sleep(0)  # the abort is sent first
             await client.health()
             engine.gate.set()
             assert await abort == 1
@@ -380,11 +380,11 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
     asyncio.run(run())
 
 
-# Losing the connection, and losing the worker.
+# Lost connections and lost workers.
 
 
 class Proxy:
-    """Forwards one unix socket to another until `cut` closes every connection; it accepts new ones unless `closed`."""
+    """Forwards one unix socket to another until `cut` closes every connection. Accepts new ones until `close`."""
 
     def __init__(self, target: str) -> None:
         self._target = target.removeprefix("ipc://")
@@ -429,11 +429,11 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
         while data := source.recv(65536):
             sink.sendall(data)
     except OSError:
-        pass  # cut
+        pass  # the connection was cut
 
 
-def test_what_a_lost_worker_never_had_is_not_given_up_there() -> None:
-    """Or notices of it would gather for as long as the worker is away."""
+def test_no_abort_is_kept_for_requests_that_a_lost_worker_never_had() -> None:
+    """Otherwise such aborts would pile up while the worker is away."""
 
     async def run() -> None:
         with serving(FakeEngine()) as worker:
@@ -486,7 +486,7 @@ def test_after_a_cut_the_client_reconnects_and_gets_everything_once(worker: Work
         assert client.stats().service["joined"] == 2
 
 
-def test_the_last_words_of_a_worker_arrive_however_busy_the_client_is(engine: FakeEngine) -> None:
+def test_the_last_replies_of_a_worker_arrive_even_if_the_client_is_busy(engine: FakeEngine) -> None:
     async def generate(running: WorkerOnThread) -> list[Group]:
         async with AsyncRolloutClient(running.address, timeout=5.0) as client:
             call = asyncio.create_task(client.generate([[i] for i in range(32)], SamplingParams(max_tokens=2)))
@@ -494,7 +494,7 @@ def test_the_last_words_of_a_worker_arrive_however_busy_the_client_is(engine: Fa
                 await asyncio.sleep(0)
             engine.gate.set()
             running.worker.drain()
-            running.join()  # meanwhile the event loop stands still
+            running.join()  # blocks the event loop
             return await call
 
     engine.gate.clear()
@@ -503,7 +503,7 @@ def test_the_last_words_of_a_worker_arrive_however_busy_the_client_is(engine: Fa
     assert [len(group.samples[0].token_ids) for group in groups] == [2] * 32
 
 
-def test_a_worker_started_anew_is_not_taken_for_the_old_one(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_restarted_worker_is_not_taken_for_the_old_one(worker: WorkerOnThread, engine: FakeEngine) -> None:
     results: list = []
     with serving(FakeEngine()) as successor, proxied(worker) as proxy, RolloutClient(proxy.address) as client:
         engine.gate.clear()
@@ -511,11 +511,11 @@ def test_a_worker_started_anew_is_not_taken_for_the_old_one(worker: WorkerOnThre
         proxy.retarget(successor.address)
         proxy.cut()
         thread.join()
-        assert isinstance(results[0], WorkerLostError) and "started anew" in str(results[0])
+        assert isinstance(results[0], WorkerLostError) and "was restarted" in str(results[0])
         check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
 
 
-def test_silence_for_the_timeout_is_a_lost_worker(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_worker_that_does_not_answer_within_the_timeout_is_lost(worker: WorkerOnThread, engine: FakeEngine) -> None:
     results: list = []
     with proxied(worker) as proxy, RolloutClient(proxy.address, timeout=2.0) as client:
         engine.gate.clear()
@@ -577,7 +577,7 @@ def test_a_retry_after_a_refusal_gets_whole_samples(engine: FakeEngine) -> None:
     assert len(groups) == 2
 
 
-def test_replies_to_an_asking_that_was_given_up_are_not_taken_for_the_next_ones(client: RolloutClient) -> None:
+def test_replies_to_an_abandoned_submission_are_not_taken_for_the_next_one(client: RolloutClient) -> None:
     for seed in range(60):
         params, ids = SamplingParams(n=4, max_tokens=6, seed=seed), [f"step {seed}"]
         for _ in client.stream([[1, 2, 3]], params, request_ids=ids):
@@ -585,8 +585,8 @@ def test_replies_to_an_asking_that_was_given_up_are_not_taken_for_the_next_ones(
         check_group(client.generate([[1, 2, 3]], params, request_ids=ids)[0], 4)
 
 
-def test_what_has_come_and_is_not_taken_is_not_kept(worker: WorkerOnThread) -> None:
-    """Otherwise who gives a request up for what it has got, and asks anew, would get the same again."""
+def test_the_worker_keeps_no_result_that_arrived_in_a_closed_stream(worker: WorkerOnThread) -> None:
+    """Otherwise a caller that closes a stream because of its samples, and asks again, would get the same samples."""
 
     async def run() -> None:
         async with AsyncRolloutClient(worker.address) as client:
@@ -601,7 +601,9 @@ def test_what_has_come_and_is_not_taken_is_not_kept(worker: WorkerOnThread) -> N
     asyncio.run(run())
 
 
-def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: RolloutClient, engine: FakeEngine) -> None:
+def test_the_same_id_and_prompt_draw_the_same_samples_from_any_worker(
+    client: RolloutClient, engine: FakeEngine
+) -> None:
     params = SamplingParams(n=3, max_tokens=9)
     (first,) = client.generate([[1, 2]], params, request_ids=["step-1-a"])
     assert client.health().requests["kept"] == 0
@@ -618,8 +620,8 @@ def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: Roll
     assert len({group.params.seed for group in (first, other_prompt, other_id, drawn)}) == 4
 
 
-def test_an_error_that_names_no_message_ends_every_call(tmp_path: Path) -> None:
-    """Whoever sent what could not be read must not wait for ever, and nobody can tell who that was."""
+def test_an_error_without_an_id_ends_every_call(tmp_path: Path) -> None:
+    """The call with the unreadable message must not wait forever, and the worker cannot tell which call it is."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(f"ipc://{tmp_path}/worker.sock")
         results: list[BaseException] = []
@@ -644,7 +646,7 @@ def test_an_error_that_names_no_message_ends_every_call(tmp_path: Path) -> None:
     assert len(results) == 3
 
 
-def test_nobody_at_the_address_is_a_lost_worker() -> None:
+def test_an_address_without_a_worker_is_a_lost_worker() -> None:
     with RolloutClient("ipc:///nowhere/worker.sock", timeout=0.2) as client:
         with pytest.raises(WorkerLostError, match="check the address"):
             client.generate([[1]])
@@ -657,7 +659,7 @@ def test_a_worker_that_computes_for_long_is_not_lost(worker: WorkerOnThread, eng
         check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
 
 
-def test_a_result_asked_for_by_id_is_not_computed_again(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_request_with_a_known_id_is_not_computed_again(worker: WorkerOnThread, engine: FakeEngine) -> None:
     params = SamplingParams(max_tokens=4, seed=7)
     with RawClient(worker.address) as vanishing:
         vanishing.generate("a", max_tokens=4, seed=7)
@@ -671,7 +673,7 @@ def test_a_result_asked_for_by_id_is_not_computed_again(worker: WorkerOnThread, 
 
 
 @pytest.mark.parametrize("key", ["short", "~" * 40])
-def test_a_server_key_that_is_none_is_refused(key: str) -> None:
+def test_an_invalid_server_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="server_public_key: expected the 40 Z85 characters"):
         RolloutClient("tcp://127.0.0.1:9", server_public_key=key, client_key="unread")
 

@@ -1,4 +1,4 @@
-"""What a call of a client may ask for, and which mistakes it names: seeds, errors by prompt, aborts, ids, homes."""
+"""Arguments of a client's calls and their errors: seeds, errors by prompt, aborts, ids, processes, event loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seeds_of(groups: list[Group]) -> list[int | None]:
     return [group.params.seed for group in groups]
 
 
-def test_each_prompt_has_noise_of_its_own_under_one_seed(client: RolloutClient) -> None:
+def test_each_prompt_has_its_own_noise_with_one_seed(client: RolloutClient) -> None:
     first = client.generate([[1], [1], [2]], SHORT, seed=7)
     assert (
         seeds_of(first) == [derive_seed(7, i) for i in range(3)] == seeds_of(client.generate([[1], [1], [2]], seed=7))
@@ -40,20 +40,22 @@ def test_each_prompt_has_noise_of_its_own_under_one_seed(client: RolloutClient) 
     assert streamed == {i: derive_seed(derive_seed(7, i), 0) for i in range(2)}
 
 
-def test_a_seed_in_the_parameters_is_for_one_prompt_or_in_a_list(client: RolloutClient) -> None:
+def test_a_seed_in_params_needs_a_single_prompt_or_a_list(client: RolloutClient) -> None:
     own = SamplingParams(max_tokens=3, seed=9)
     assert seeds_of(client.generate([[1]], own)) == [9] and seeds_of(client.generate([[1], [2]], [own, own])) == [9, 9]
-    with pytest.raises(InvalidRequestError, match=r"params: expected no seed in those for 2 prompts.*found 9.*seed=9"):
+    with pytest.raises(
+        InvalidRequestError, match=r"params: with seed 9 all 2 prompts would draw the same noise.*seed=9"
+    ):
         client.generate([[1], [2]], own)
 
 
 @pytest.mark.parametrize("params", [[{"n": 1}], "a", [None]])
-def test_a_list_of_params_holds_nothing_else(client: RolloutClient, params: Any) -> None:
+def test_a_list_of_params_has_only_sampling_params(client: RolloutClient, params: Any) -> None:
     with pytest.raises(InvalidRequestError, check=about("params[0]")):
         client.generate([[1]], params, errors="return")
 
 
-def test_numbers_of_numpy_are_those_of_python(client: RolloutClient) -> None:
+def test_numpy_numbers_are_accepted(client: RolloutClient) -> None:
     prompts: list[Any] = [[np.int64(1), np.int32(2)], np.array([1, 2], np.uint16), (1, np.uint64(2))]
     plain = client.generate([[1, 2]] * 3, SHORT, seed=7, min_weight_version=0)
     seed, oldest = np.uint64(7), np.int64(0)
@@ -70,7 +72,7 @@ def test_numbers_of_numpy_are_those_of_python(client: RolloutClient) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_])
-def test_a_boolean_is_no_number(client: RolloutClient, value: Any) -> None:
+def test_a_boolean_is_not_a_number(client: RolloutClient, value: Any) -> None:
     for prompt in ([value], [1, value], (value, 2), np.array([True, False])):
         with pytest.raises(InvalidRequestError, check=about("prompts[0]")):
             client.generate([prompt], SHORT)
@@ -87,29 +89,29 @@ def test_a_boolean_is_no_number(client: RolloutClient, value: Any) -> None:
             call()
 
 
-def test_no_version_is_demanded_that_none_can_reach(client: RolloutClient) -> None:
+def test_an_impossible_min_weight_version_is_refused(client: RolloutClient) -> None:
     with pytest.raises(InvalidRequestError, check=about("min_weight_version", value=2**63 - 1, limit=2**63 - 2)):
         client.generate([[1]], SHORT, min_weight_version=2**63 - 1, wait_for_weights=True)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, np.True_, "7"])
-def test_a_seed_that_is_none_is_refused(client: RolloutClient, seed: Any) -> None:
+def test_an_invalid_seed_is_refused(client: RolloutClient, seed: Any) -> None:
     with pytest.raises(InvalidRequestError, check=about("seed")):
         client.generate([[1]], seed=seed)
-    with pytest.raises(InvalidRequestError, match="^seed: expected one integer.*found one in params as well, 9"):
+    with pytest.raises(InvalidRequestError, match=r"^seed: the params have a seed too \(9\)"):
         client.generate([[1]], SamplingParams(seed=9), seed=1)
 
 
 def test_an_error_names_its_prompt(client: RolloutClient) -> None:
     with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: token ids: expected ids in"):
         client.generate([[1], [-1], [2]], SHORT)
-    with pytest.raises(MessageTooLargeError, match=r"^prompts\[2\]: message: expected at most max_message_bytes"):
+    with pytest.raises(MessageTooLargeError, match=r"^prompts\[2\]: message: has .* max_message_bytes"):
         client.generate([[1], [2], [3] * 2000], SHORT)
     with pytest.raises(InvalidRequestError, match=r"^sequences\[1\]: token ids: expected more"):
         client.score([[1, 2], [1]])
 
 
-def test_errors_may_be_returned_in_the_place_of_groups(client: RolloutClient) -> None:
+def test_errors_may_be_returned_instead_of_groups(client: RolloutClient) -> None:
     prompts = [[1], [-1], [2], "text", [3] * 2000]
     found = client.generate(prompts, SHORT, errors="return")  # type: ignore[arg-type]
     kinds = [Group, InvalidRequestError, Group, InvalidRequestError, MessageTooLargeError]
@@ -122,7 +124,7 @@ def test_errors_may_be_returned_in_the_place_of_groups(client: RolloutClient) ->
         client.generate([[1]], errors="ignore")  # type: ignore[call-overload]
 
 
-def test_one_call_ends_many_requests_and_passes_over_the_finished(client: RolloutClient, engine: FakeEngine) -> None:
+def test_one_abort_ends_many_requests_and_skips_finished_ones(client: RolloutClient, engine: FakeEngine) -> None:
     stop_after_a_step(engine)
     groups: list[Group] = []
     ids = ["a", "b", "c"]
@@ -135,7 +137,7 @@ def test_one_call_ends_many_requests_and_passes_over_the_finished(client: Rollou
     with pytest.raises(UnknownRequestError, match="'gone'"):
         client.abort(["gone"])
     with RolloutClient(client._client._connection._line.address) as other:
-        assert other.abort_all() == 0, "of its own requests"
+        assert other.abort_all() == 0, "the client has no requests of its own"
     assert client.abort_all() == 1
     thread.join()
     assert [group.samples[0].finish_reason for group in groups] == ["abort"] * 3
@@ -164,7 +166,7 @@ def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: Rollou
         pass
     assert client.abort("a") == 1
     thread.join()
-    while client.health().requests["running"]:  # it was so until the next request, for ever if there was none
+    while client.health().requests["running"]:  # health would stay stale until the next request
         pass
 
 
@@ -200,14 +202,14 @@ def test_continued_samples_keep_their_places(client: RolloutClient, engine: Fake
         client.continue_samples([[1], [2]], [partial[0]])
 
 
-def test_the_rest_of_the_context_may_be_asked_for(client: RolloutClient) -> None:
+def test_without_max_tokens_the_sample_fills_the_context(client: RolloutClient) -> None:
     [group] = client.generate([[1, 2, 3]], SamplingParams(max_tokens=None))
     assert len(group.samples[0].token_ids) == group.params.max_tokens == MAX_MODEL_LEN - 3
     with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: length: .* exceed max_model_len"):
         client.generate([[1] * MAX_MODEL_LEN], SamplingParams(max_tokens=None))
 
 
-def test_samples_that_ended_by_length_go_on_to_the_end_of_the_context(client: RolloutClient) -> None:
+def test_samples_that_ended_by_length_continue_to_the_end_of_the_context(client: RolloutClient) -> None:
     open_ended = SamplingParams(max_tokens=None)
     [short, full] = (client.generate([[1, 2, 3]], asked, seed=7)[0].samples[0] for asked in (SHORT, open_ended))
     assert short.finish_reason == full.finish_reason == "length" and len(full.token_ids) == MAX_MODEL_LEN - 3
@@ -218,7 +220,7 @@ def test_samples_that_ended_by_length_go_on_to_the_end_of_the_context(client: Ro
         client.continue_samples([[1, 2, 3], [1, 2, 3, 4]], [short, full], open_ended)
 
 
-def test_an_error_of_a_sample_that_goes_on_gives_the_others_up(client: RolloutClient) -> None:
+def test_an_error_of_a_continued_sample_aborts_the_others(client: RolloutClient) -> None:
     [sample] = client.generate([[1]], SHORT, seed=7)[0].samples
     with pytest.raises(InvalidRequestError, match=r"^samples\[0\]: length: .* exceed max_model_len"):
         client.continue_samples([[1] * MAX_MODEL_LEN, [1]], [sample, sample], SamplingParams(max_tokens=None))
@@ -235,13 +237,13 @@ def test_token_ids_are_a_list_of_ints(client: RolloutClient) -> None:
 @pytest.mark.parametrize("prompts", [np.ones((2, 3), np.int64), torch.ones(2, 3, dtype=torch.long), "text"], ids=type)
 def test_a_table_of_prompts_is_refused(client: RolloutClient, prompts: Any) -> None:
     for call in (client.generate, client.score):
-        with pytest.raises(InvalidRequestError, match="expected a list of sequences of token ids without padding"):
+        with pytest.raises(InvalidRequestError, match="must be a list of token id sequences without padding"):
             call(prompts)
     assert len(client.generate(list(torch.ones(2, 3, dtype=torch.long)), SHORT)) == 2  # type: ignore[arg-type]
 
 
 def in_a_child(act: Callable[[], object]) -> str:
-    """What a process forked from this one says of an action: the error, or its result."""
+    """Return the error, or the result, of an action in a process forked from this one."""
 
     def tell() -> None:
         try:
@@ -262,22 +264,20 @@ def in_a_child(act: Callable[[], object]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_client_says_in_a_forked_process_where_it_belongs(client: RolloutClient) -> None:
+def test_a_client_raises_in_a_forked_process(client: RolloutClient) -> None:
     client.health()
     publisher = WeightPublisher("shared")
     publisher.connect([client._client._connection._line.address])
     calls = [client.health, lambda: client.generate([[1]]), lambda: list(client.stream([[1]])), client.close]
     for call in [*calls, lambda: publisher.push({}, 1), publisher.close]:
         said = in_a_child(call)
-        assert said.startswith(f"TruerollError: client: expected a call from process {os.getpid()}, which made it"), (
-            said
-        )
+        assert said.startswith(f"TruerollError: client: was made in process {os.getpid()} and cannot be used"), said
     assert client.health().state == "ready"
     publisher.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_an_asynchronous_client_says_so_too(worker: WorkerOnThread) -> None:
+def test_an_asynchronous_client_raises_in_a_forked_process(worker: WorkerOnThread) -> None:
     client = AsyncRolloutClient(worker.address)
 
     async def use() -> str:
@@ -286,15 +286,15 @@ def test_an_asynchronous_client_says_so_too(worker: WorkerOnThread) -> None:
         await client.close()
         return said
 
-    assert asyncio.run(use()).startswith(f"TruerollError: client: expected a call from process {os.getpid()}")
+    assert asyncio.run(use()).startswith(f"TruerollError: client: was made in process {os.getpid()} and cannot be used")
 
 
-def test_a_client_says_in_another_loop_where_it_belongs(worker: WorkerOnThread) -> None:
+def test_an_asynchronous_client_raises_in_another_event_loop(worker: WorkerOnThread) -> None:
     client = AsyncRolloutClient(worker.address)
     runner = asyncio.Runner()
     runner.run(client.health())
     for call in (client.health, lambda: client.generate([[1]]), client.close):
-        with pytest.raises(TruerollError, match="expected a call in the event loop of its first one, found another"):
+        with pytest.raises(TruerollError, match="was called in another event loop than that of its first call"):
             asyncio.run(call())
     runner.run(client.close())
     runner.close()
@@ -309,7 +309,7 @@ def test_a_client_says_in_another_loop_where_it_belongs(worker: WorkerOnThread) 
         (dict(temperature=0.0, top_p=0.9), 0.0),
     ],
 )
-def test_the_temperature_at_which_a_trainer_computes_the_same(params: dict[str, Any], expected: float) -> None:
+def test_trainer_temperature(params: dict[str, Any], expected: float) -> None:
     assert SamplingParams(**params).trainer_temperature == expected
 
 
@@ -317,19 +317,19 @@ def test_the_temperature_at_which_a_trainer_computes_the_same(params: dict[str, 
     ("params", "named"),
     [(dict(top_p=0.9, min_p=0.1), "top_p, min_p"), (dict(top_k=3), "top_k"), (dict(min_tokens=2), "min_tokens")],
 )
-def test_log_probs_that_no_trainer_computes_are_named(params: dict[str, Any], named: str) -> None:
+def test_trainer_temperature_names_settings_that_no_trainer_computes(params: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^logprobs='processed' with {named} is .*logprobs='temperature'"):
         _ = SamplingParams(**params).trainer_temperature
     with pytest.raises(ConfigError, match="^logprobs is None"):
         _ = SamplingParams(logprobs=None, **params).trainer_temperature
 
 
-def test_one_stop_string_needs_no_tuple() -> None:
+def test_a_single_stop_string_may_be_a_plain_string() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reason", [None, 0, 7, "", "\n"])
-def test_what_ended_a_sample_travels(client: RolloutClient, engine: FakeEngine, reason: int | str | None) -> None:
+def test_the_stop_reason_arrives(client: RolloutClient, engine: FakeEngine, reason: int | str | None) -> None:
     finish = engine._finish
     engine._finish = lambda *which: replace(finish(*which), stop_reason=reason)  # type: ignore[method-assign]
     [group] = client.generate([[1]], SHORT)

@@ -1,4 +1,4 @@
-"""Samples that go on: the whole has the bits of one that was never interrupted."""
+"""Continued samples have the same bits as samples that were never interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(tiny_llama: Path) -> Engine:
 
 
 def cut_short(engine: Engine, num_tokens: int, **params: Any) -> list[SampleOutput]:
-    """The samples of a group that is aborted after so many tokens."""
+    """Return the samples of a group that is aborted after `num_tokens` tokens."""
     engine.add(generate("cut", PROMPT, **params))
     for _ in range(num_tokens):
         assert engine.step() == []
@@ -42,7 +42,7 @@ def gone_on(engine: Engine, sample: SampleOutput, params: SamplingParams) -> Sam
 
 
 def test_routed_experts_are_joined_at_the_seam() -> None:
-    """The rest's begin with the prompt; those of tokens that were there stay as they were."""
+    """The routes of the rest begin with the prompt again. Those of the existing tokens are kept."""
     rows = np.arange(10 * 2 * 3, dtype=np.uint8).reshape(10, 2, 3)
     first = SampleOutput("r", 0, [1, 2], None, "abort", 7, 0, (), routed_experts=rows[:5])
     rest = replace(first, token_ids=[3, 4, 5, 6, 7], finish_reason="length", routed_experts=rows + 100)
@@ -51,7 +51,7 @@ def test_routed_experts_are_joined_at_the_seam() -> None:
     empty = replace(first, token_ids=[], routed_experts=None)
     assert joined(empty, rest).routed_experts is rest.routed_experts and joined(first, empty).routed_experts is not None
     params = SamplingParams(max_tokens=9, logprobs=None)
-    with pytest.raises(InvalidRequestError, match=r"samples\[0\]: expected routed experts of both parts"):
+    with pytest.raises(InvalidRequestError, match=r"samples\[0\]: return_routed_experts = .* only one part"):
         continuation(0, PROMPT, first, params)
     asking = params.model_copy(update=dict(return_routed_experts=True))
     for sample in (first, empty):
@@ -59,7 +59,7 @@ def test_routed_experts_are_joined_at_the_seam() -> None:
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_every_seed_is_the_one_before_some_sample(seed: int) -> None:
+def test_seed_before_inverts_derive_seed(seed: int) -> None:
     assert derive_seed(seed_before(seed), 0) == seed and seed_before(derive_seed(seed, 0)) == seed
 
 
@@ -82,7 +82,7 @@ def test_a_stop_string_is_found_across_the_seam(engine: Engine, tiny_llama: Path
     from transformers import AutoTokenizer
 
     free = run(engine, [generate("g", PROMPT, max_tokens=30)])["g", 0]
-    # Ids from 259 on stand for words, those below for single bytes.
+    # Ids from 259 on are words, lower ids single bytes.
     seam = next(i for i in range(2, 30) if min(free.token_ids[i - 1 : i + 1]) >= 259)
     text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[seam - 1 : seam + 1]).strip()
     params = {"max_tokens": 30, "stop": ["never in the text", text]}
@@ -93,7 +93,7 @@ def test_a_stop_string_is_found_across_the_seam(engine: Engine, tiny_llama: Path
     assert bits(whole) == bits(expected) and (whole.finish_reason, whole.stop_reason) == ("stop", text)
 
 
-def test_the_rest_of_the_context_is_what_the_uninterrupted_sample_would_have_had(engine: Engine) -> None:
+def test_without_max_tokens_the_rest_equals_that_of_an_uninterrupted_sample(engine: Engine) -> None:
     expected = run(engine, [generate("g", PROMPT, max_tokens=None)])["g", 0]
     assert len(expected.token_ids) == 128 - 20
     [sample] = cut_short(engine, 5, max_tokens=None)
@@ -108,7 +108,7 @@ def sample_of(num_tokens: int, reason: Any, *spans: WeightSpan) -> SampleOutput:
     return SampleOutput("a", 1, [7] * num_tokens, np.zeros(num_tokens, np.float32), reason, 9, 0, spans)
 
 
-def test_spans_count_from_the_first_token_and_merge_within_one_version() -> None:
+def test_spans_start_at_the_first_token_and_merge_within_a_version() -> None:
     first = sample_of(5, "abort", WeightSpan(1, 0, 2), WeightSpan(2, 2, 5))
     rest = sample_of(4, "length", WeightSpan(2, 0, 1), WeightSpan(3, 1, 4))
     assert joined(first, rest).weight_versions == (WeightSpan(1, 0, 2), WeightSpan(2, 2, 6), WeightSpan(3, 6, 9))
@@ -128,20 +128,20 @@ def test_spans_count_from_the_first_token_and_merge_within_one_version() -> None
     ],
     ids=lambda value: value.finish_reason if isinstance(value, SampleOutput) else None,
 )
-def test_which_samples_go_on(sample: SampleOutput, expected: bool) -> None:
+def test_goes_on(sample: SampleOutput, expected: bool) -> None:
     assert goes_on(sample, SamplingParams(max_tokens=8)) is expected
 
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected max_tokens above the 8 tokens"):
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: max_tokens is .* already has 8 tokens"):
         continuation(4, PROMPT, sample_of(8, "abort"), SamplingParams(max_tokens=8))
-    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected log-probs in both parts"):
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: logprobs = .* only one part"):
         continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(logprobs=None))
-    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected top_logprobs = None for both .*found 2"):
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: top_logprobs is 2, but the sample has None"):
         continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(top_logprobs=2))
 
 
-def test_prior_tokens_are_those_of_one_sample_and_in_the_prompt(engine: Engine) -> None:
+def test_prior_tokens_need_n_1_and_a_prompt_that_contains_them(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="^num_prior_tokens must be at most 20, the length of the prompt"):
         engine.add(replace(generate("g", PROMPT), num_prior_tokens=21))
     with pytest.raises(InvalidRequestError, match="^num_prior_tokens .* requires n = 1 .got n = 2."):

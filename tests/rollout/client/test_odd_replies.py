@@ -1,4 +1,4 @@
-"""What a client says to replies that no call of its has, as from another release or from what is no worker."""
+"""Replies that do not fit a client's calls, from another release or from a process that is not a worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPLIES = {
 
 @contextmanager
 def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[RolloutClient]:
-    """A client of what tells its health, and answers everything else by these types and fields."""
+    """Return a client of a peer that answers health calls, and all other calls with these types and fields."""
     ended = threading.Event()
 
     def serve(router: zmq.Socket[bytes]) -> None:
@@ -57,7 +57,7 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
                     router.send_multipart([identity, pack(told)])
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0  # what is for a client that went is not waited for
+        router.linger = 0  # do not wait for a client that is gone
         router.bind(f"ipc://{folder}/worker.sock")
         thread = threading.Thread(target=serve, args=(router,))
         thread.start()
@@ -79,28 +79,30 @@ CALLS: dict[str, tuple[Callable[[RolloutClient], Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize(("call", "reply"), [(call, reply) for call in CALLS for reply in CALLS[call][2]])
-def test_a_reply_that_the_call_cannot_have_is_an_error(tmp_path: Path, call: str, reply: str) -> None:
+def test_a_reply_of_the_wrong_type_is_an_error(tmp_path: Path, call: str, reply: str) -> None:
     ask, expected, _ = CALLS[call]
     right = [(type, REPLIES[type]) for type in expected.split(" or ")]
     with answering(tmp_path, (reply, REPLIES[reply]), *right) as client:
         words = f"reply: expected {expected}, found {reply}; use the same release of trueroll on both sides"
         with pytest.raises(ProtocolError, match=f"^(.*: )?{words}$"):
             ask(client)
-        assert client.health().instance == "i", "the connection goes on"
+        assert client.health().instance == "i", "the connection still works"
 
 
-def test_deltas_that_leave_tokens_out_are_an_error(tmp_path: Path) -> None:
+def test_deltas_with_missing_tokens_are_an_error(tmp_path: Path) -> None:
     with answering(tmp_path, ("deltas", {})) as client:
-        with pytest.raises(ProtocolError, match="sample 0, in order, found those from 1 on out of it"):
+        with pytest.raises(ProtocolError, match=r"sample 0, came out of order \(those from 1 on"):
             list(client.stream([[1]], deltas=True))
-        assert client.health().instance == "i", "the connection goes on"
+        assert client.health().instance == "i", "the connection still works"
 
 
 @pytest.mark.parametrize("indices", [(), (1,), (0, 2), (0, 1, 2)])
-def test_a_group_with_other_samples_than_its_own_is_an_error(tmp_path: Path, indices: tuple[int, ...]) -> None:
+def test_a_group_with_wrong_sample_indices_is_an_error(tmp_path: Path, indices: tuple[int, ...]) -> None:
     samples = [("sample", SAMPLE | {"index": index}) for index in indices]
     with answering(tmp_path, *samples, ("done", DONE)) as client:
-        words = rf"request 'r': expected samples 0 to 1, found {len(indices)}, .*; use the same release of trueroll"
+        words = (
+            rf"request 'r': expected samples 0 to 1, found {len(indices)} samples .*; use the same release of trueroll"
+        )
         with pytest.raises(ProtocolError, match=words):
             client.generate([[1]], SamplingParams(n=2), request_ids=["r"])
 

@@ -1,4 +1,4 @@
-"""Pieces of a sample as they are taken: they make the sample, whatever of it comes twice, late, or anew."""
+"""Deltas of a sample as they are taken. Together they equal the sample, even if parts come twice, late or again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 8
 
 
 def columns(start: int, end: int, noise: int = 0) -> dict:
-    """Of tokens [start, end), which are other ones for another `noise`."""
+    """Return the columns of tokens [start, end). The tokens depend on `noise`."""
     tokens = np.arange(start, end, dtype="<i4") + 1000 * noise
     tops = TopArrays(
         k=2,
@@ -46,7 +46,7 @@ def tokens_of(pieces: list[SampleDelta | None]) -> list[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS), st.booleans())))
-def test_the_pieces_make_the_sample(deltas: list[tuple[int, int, bool]]) -> None:
+def test_the_deltas_together_equal_the_sample(deltas: list[tuple[int, int, bool]]) -> None:
     received, pieces, known = Received(), [], 0
     for start, end, is_taken in deltas:
         if start < end and start <= known:
@@ -65,7 +65,7 @@ def test_the_pieces_make_the_sample(deltas: list[tuple[int, int, bool]]) -> None
     assert b"".join(p.entropy.astype("<f4").tobytes() for p in given) == whole["tops"].entropy
 
 
-def test_something_to_take_is_announced_once() -> None:
+def test_new_tokens_are_announced_once() -> None:
     received = Received()
     assert received.put(delta(0, 2)) and not received.put(delta(2, 3))
     assert received.take() is not None and received.take() is None
@@ -73,7 +73,7 @@ def test_something_to_take_is_announced_once() -> None:
 
 
 @pytest.mark.parametrize("num_taken", [0, 2])
-def test_a_sample_that_began_anew_is_told_from_the_beginning(num_taken: int) -> None:
+def test_the_deltas_of_a_restarted_sample_begin_at_0(num_taken: int) -> None:
     received, pieces = Received(), []
     if num_taken:
         received.put(delta(0, num_taken))
@@ -86,7 +86,7 @@ def test_a_sample_that_began_anew_is_told_from_the_beginning(num_taken: int) -> 
 
 
 @pytest.mark.parametrize("end", [0, 1, 3])
-def test_a_sample_that_ended_before_what_was_told_of_it_is_told_whole(end: int) -> None:
+def test_a_sample_shorter_than_its_deltas_is_delivered_whole(end: int) -> None:
     received = Received()
     received.put(delta(0, 4))
     pieces = [received.take(), received.finish(sample(end))]
@@ -97,5 +97,5 @@ def test_a_sample_that_ended_before_what_was_told_of_it_is_told_whole(end: int) 
 def test_a_gap_is_refused() -> None:
     received = Received()
     received.put(delta(0, 2))
-    with pytest.raises(ProtocolError, match="expected the tokens of 'a', sample 3, in order, found those from 3 on"):
+    with pytest.raises(ProtocolError, match="tokens of 'a', sample 3, came out of order .those from 3 on"):
         received.put(delta(3, 4))

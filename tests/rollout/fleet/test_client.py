@@ -595,7 +595,7 @@ def test_a_call_to_all_goes_by_one_that_ends(running: Running) -> None:
 
 def test_a_file_tells_who_is_there(running: Running, tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    with pytest.raises(ConfigError, match="expected the file of a fleet"):
+    with pytest.raises(ConfigError, match="is not the file of a fleet"):
         FleetClient(file)
     write_members(file, [Member("worker-0", running.addresses[0])])
     with (client := FleetClient(str(file))):

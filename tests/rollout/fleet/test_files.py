@@ -38,9 +38,9 @@ def written(text: str) -> Callable[[Path], None]:
 
 
 NO_FILES: list[tuple[Callable[[Path], None], str]] = [
-    (pipe, "no regular file"),
-    (lambda path: path.mkdir(), "directory|no regular file"),
-    (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    (pipe, "not a regular file"),
+    (lambda path: path.mkdir(), "directory|not a regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     (lambda path: path.write_bytes(b"\xff\xfe"), "utf-8"),  # type: ignore[list-item, return-value]
 ]
 
@@ -91,12 +91,12 @@ def members(*entries: Any, **more: Any) -> Callable[[Path], None]:
         (written("["), "Expecting value"),
         (written("[" * 200_000), "recursion"),
         (written(" " * (MOST_FILE_BYTES + 1)), f"more than {MOST_FILE_BYTES} bytes"),
-        (written("[]"), "no JSON map with a list of members"),
-        (written('{"members": {}}'), "no JSON map with a list of members"),
-        (members(5), "a member is no map .*got 5"),
-        (members({"name": "a", "address": "ipc:///a", "more": "b"}), "a member is no map of address"),
+        (written("[]"), "not a JSON map with a list of members"),
+        (written('{"members": {}}'), "not a JSON map with a list of members"),
+        (members(5), "a member is not a map .*got 5"),
+        (members({"name": "a", "address": "ipc:///a", "more": "b"}), "a member is not a map of address"),
         (members({"name": "a"}), "no name or no address"),
-        (members({"name": "a", "address": ["ipc:///a"]}), "is no string"),
+        (members({"name": "a", "address": ["ipc:///a"]}), "is not a string"),
         (members({"name": "a", "address": "ipc:///a", "standing": "lost"}), "standing is 'lost'"),
         (members({"name": "a\x1b[2J", "address": "ipc:///a"}), r"control characters .*'a\\x1b\[2J'"),
         (members({"name": "a", "address": "ipc:///a"}, {"name": "a", "address": "ipc:///b"}), "a member twice"),

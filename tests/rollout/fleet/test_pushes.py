@@ -112,7 +112,7 @@ def test_while_nobody_serves_those_that_join_are_pushed_to(
     publisher.push(tensors(1.0), 1)
     assert versions(workers) == [1, 1, 1]
     members.now = []
-    with pytest.raises(ConfigError, match="found none; wait until its fleet has some"):
+    with pytest.raises(ConfigError, match="there are none; wait until its fleet has some"):
         publisher.push(tensors(1.0), 2)
 
 
@@ -279,22 +279,22 @@ def test_what_keeps_weights_from_being_handed_over_is_raised(
     with pytest.raises(PushError, match="weights_folder: cannot make .*Not a directory"):
         join(second, first, folder)
     folder.unlink()
-    first.refuse["save_weights"] = PushError("disk: expected to write it, found No space left on device")
+    first.refuse["save_weights"] = PushError("disk: cannot write it: No space left on device")
     with pytest.raises(PushError, match="No space left"):
         join(second, first, folder)
-    second.refuse["begin_push"] = PushError("disk: expected the folder of a push that this worker may read")
-    with pytest.raises(PushError, match="that this worker may read"):
+    second.refuse["begin_push"] = PushError("disk: cannot read a push from it")
+    with pytest.raises(PushError, match="cannot read a push from it"):
         join(second, first, folder)
     assert list((folder / "joins").iterdir()) == [] and versions(workers) == [1, 0, 0]
     with WeightPublisher("disk", folder=folder) as by_disk:
         by_disk.connect([third.address])
         push = by_disk.push(tensors(2.0), 2)
     second.engine.weights.dtype = "bfloat16"
-    with pytest.raises(ConfigError, match="weights in bfloat16"):
+    with pytest.raises(ConfigError, match="the workers serve bfloat16"):
         join(second, None, folder, PushNote(2, push.push_id))
     (manifest,) = folder.glob(f"version-2-*/{MANIFEST_FILE}")
     manifest.write_text("[" * 100_000)
-    with pytest.raises(PushError, match="expected a manifest"):
+    with pytest.raises(PushError, match="is not a manifest"):
         join(second, None, folder, PushNote(2, push.push_id))
 
 

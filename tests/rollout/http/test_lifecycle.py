@@ -169,7 +169,7 @@ def test_weights_come_from_a_checkpoint(front: Front, client: RolloutClient, cha
     assert choice["token_ids"] == after.token_ids != before.token_ids
     assert choice["weight_versions"] == [[version + 1, 0, 8]]
     refused = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 0})
-    assert refused.status_code == 409 and "expected a version later than" in error_of(refused)["message"]
+    assert refused.status_code == 409 and "is not later than" in error_of(refused)["message"]
     beyond = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 2**63 - 1})
     assert beyond.status_code == 400 and error_of(beyond)["param"] == "weight_version"
     (tmp_path / "model.safetensors").write_bytes(b"no")
@@ -276,7 +276,7 @@ def test_a_stream_of_a_killed_worker_ends_with_an_error(chat_model: Path, tmp_pa
                 wait_until(lambda: front.metric("trueroll_http_open_requests") == 2.0)
                 worker.kill()
                 worker = fake_process(address=address)
-                with pytest.raises(openai.APIError, match="was started anew; submit the request again"):
+                with pytest.raises(openai.APIError, match="was restarted; submit the request again"):
                     list(stream)
                 assert waiting.result().status_code == 503 and error_of(waiting.result())["code"] == "worker_lost"
             assert front.openai().completions.create(model="fake", prompt=[1]).choices, "the next one is served"

@@ -239,7 +239,7 @@ def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
     squatter = as_nobody(code, address)
     try:
         assert squatter.stdout is not None and squatter.stdout.readline() == "bound\n"
-        with RolloutClient(address) as client, pytest.raises(ForbiddenError, match=f"found one of user {NOBODY}"):
+        with RolloutClient(address) as client, pytest.raises(ForbiddenError, match=f"runs as user {NOBODY}"):
             client.health()
     finally:
         squatter.communicate()
@@ -259,7 +259,7 @@ def test_a_client_sends_nothing_to_a_server_without_the_key() -> None:
 
 
 def test_a_client_with_an_unknown_key_gets_an_error_at_once(enter: Callable[[str], RolloutClient]) -> None:
-    with pytest.raises(ForbiddenError, match="to know this client's key, found that it does not"):
+    with pytest.raises(ForbiddenError, match="does not know this client's key"):
         enter("stranger").health()
     check_group(enter("alice").generate([[1]], SamplingParams(n=2))[0], 2)
 
@@ -311,7 +311,7 @@ def test_the_role_generate_may_make_all_free_calls(enter: Callable[[str], Rollou
     check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
     assert len(alice.score([[1, 2, 3]])[0].logprobs) == 2
     assert alice.health().state == "ready" and alice.stats().service["accepted"] == 2
-    with pytest.raises(ForbiddenError, match="role control, found alice with the role generate"):
+    with pytest.raises(ForbiddenError, match="needs the role control, but alice has the role generate"):
         alice.pause()
 
 
@@ -321,7 +321,7 @@ def test_the_role_control_may_push_and_the_role_generate_may_not(
     tensors = {name: torch.ones(shape) for name, shape in engine.weights.shapes.items()}
     with WeightPublisher("shared", **certificates.client("alice")) as publisher:
         publisher.connect([worker.address])
-        with pytest.raises(PushError, match="role control, found alice"):
+        with pytest.raises(PushError, match="needs the role control, but alice"):
             publisher.push(tensors, version=8)
     with WeightPublisher("shared", **certificates.client("trainer")) as publisher:
         publisher.connect([worker.address])
@@ -826,7 +826,7 @@ def test_the_callers_of_a_kept_result_are_limited(engine: FakeEngine) -> None:
         for number in range(MOST_CALLERS + 1):
             raw.generate("a", caller=str(number))
             reply = raw.receive_until("done", "error")[-1]
-        assert reply["code"] == "queue_full" and "callers of 'a'" in reply["message"]
+        assert reply["code"] == "queue_full" and "callers of request 'a'" in reply["message"]
 
 
 def test_queued_replies_to_a_slow_reader_arrive_in_order(engine: FakeEngine) -> None:
@@ -880,7 +880,7 @@ def test_an_internal_key_of_a_request_gives_no_access_to_it(
         replies = [receive(alice) for _ in range(3)]
         assert [reply["finish_reason"] for reply in replies if reply["type"] == "sample"] == ["length"]
         assert [reply["message"] for reply in replies if reply["type"] == "error"] == [
-            "abort: expected a running request or sample, found none for request 'a', sample 7"
+            "abort: request 'a', sample 7 is not running"
         ]
 
 

@@ -1,4 +1,4 @@
-"""A line between a client and a worker on ipc that a test can cut or freeze at a chosen message."""
+"""A connection between a client and a worker on ipc that a test can cut or freeze at a chosen message."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Fault = Literal["lose call", "lose answer", "freeze"]
 
 
 class Forwarder:
-    """Forwards connections to its `address` to the worker at `target`, until a client's message of a type was seen.
+    """Forwards connections from its `address` to the worker at `target`, until a chosen message of a client.
 
-    `arm` says which: the `count`-th message of type `call`. Then, once: `lose call` drops it and cuts all connections;
-    `lose answer` lets it pass, drops that many `answers` of the worker, and cuts; `freeze` keeps it, and lets nothing
-    pass in any direction until `thaw`. `lost`: what was dropped or kept back. `struck`: set when that has happened.
+    `arm` chooses it: the `count`-th message of type `call`. Then, once: `lose call` drops it and cuts all connections;
+    `lose answer` forwards it, drops `answers` replies of the worker, and cuts; `freeze` holds it, and forwards nothing
+    in any direction until `thaw`. `lost`: dropped or held data. `struck`: set once this has happened.
     """
 
     def __init__(self, target: str) -> None:
@@ -71,7 +71,7 @@ class Forwarder:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _inspect_call(self, data: bytes) -> bool:
-        """Whether to pass it on."""
+        """Return whether to forward the data."""
         if self._fault is None:
             return True
         seen = self._tail + data
@@ -101,7 +101,7 @@ class Forwarder:
         return False
 
     def _cut(self) -> None:
-        """End every connection; new ones are welcome."""
+        """End every connection. New ones are accepted."""
         sockets, self._sockets = self._sockets, set()
         for each in sockets:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Pushes of LoRA adapters: what a worker serves is what the trainer computes with, to the bit, whatever came before."""
+"""Pushes of LoRA adapters. A worker serves the weights that the trainer computes with, to the bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def llama(folders: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Engine, str]]:
-    """A worker of `llama` in bfloat16."""
+    """A worker that serves `llama` in bfloat16."""
     address = f"ipc://{tmp_path}/worker"
     with serving(folders["llama"], address, dtype="bfloat16") as engine:
         yield engine, address
@@ -49,15 +49,13 @@ def merged(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]
 
 
 def assert_serves(engine: Engine, model: Any) -> None:
-    """Tensor by tensor, by bits."""
+    """Compare bit by bit, tensor by tensor."""
     expected = merged(model, engine.weights.model.dtype)
     assert_equal(dense(engine), {name: expected[name] for name in engine.weights.shapes})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bits_are_equal_after_twenty_steps_of_the_optimizer(
-    folders: dict[str, Path], tmp_path: Path, family: str
-) -> None:
+def test_bits_are_equal_after_twenty_optimizer_steps(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     address, model = f"ipc://{tmp_path}/worker", adapt(folders[family], **FAMILIES[family])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     align(model)
@@ -89,7 +87,9 @@ def test_bits_are_equal_after_twenty_steps_of_the_optimizer(
 
 
 @pytest.mark.parametrize("transport", ["collective", "disk"])
-def test_every_transport_brings_them(llama: tuple[Engine, str], folders: Any, tmp_path: Path, transport: str) -> None:
+def test_every_transport_brings_adapters(
+    llama: tuple[Engine, str], folders: Any, tmp_path: Path, transport: str
+) -> None:
     (engine, address), model = llama, adapt(folders["llama"], **FAMILIES["llama"])
     settings = dict(folder=tmp_path / "pushes") if transport == "disk" else {}
     with publishing(address, transport, **settings) as to:
@@ -100,7 +100,7 @@ def test_every_transport_brings_them(llama: tuple[Engine, str], folders: Any, tm
 
 
 def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
-    """As that of a gate with a single row is, where all linear modules have one."""
+    """For example, the adapter of a gate with a single row, if all linear modules have one."""
     folder, address = make_tiny_model("qwen3_5_moe", tmp_path / "model"), f"ipc://{tmp_path}/worker"
     model = adapt(folder, target_modules="all-linear", r=16)
     gate = model.get_base_model().model.layers[0].mlp.shared_expert_gate
@@ -113,7 +113,7 @@ def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
 
 
 def test_each_push_adds_to_the_weights_before_adapters(llama: tuple[Engine, str], folders: Any) -> None:
-    """Other modules than before, and back: what has no adapter any more is as it was."""
+    """The adapters move to other modules and back. A weight without its adapter is as before."""
     (engine, address), first = llama, dense(llama[0])
     configs: tuple[dict[str, Any], ...] = (
         dict(target_modules=["q_proj"]),
@@ -140,7 +140,7 @@ def test_adapters_start_anew_after_a_push_of_weights(llama: tuple[Engine, str], 
     plain = {name: tensor + 1 for name, tensor in dense(engine).items()}
     with publishing(address, "shared", sparse=sparse) as to:
         to.push(plain, 1)
-        with pytest.raises(PushError, match="expected the weights that the trainer adds them to, found others in "):
+        with pytest.raises(PushError, match="adapters: were trained on other weights than this worker's"):
             to.push(model, 2, adapters=True)
         assert_equal(dense(engine), plain)
         assert not to.push(model, 2).is_sparse
@@ -148,7 +148,7 @@ def test_adapters_start_anew_after_a_push_of_weights(llama: tuple[Engine, str], 
         change(model, seed=2)
         to.push(model, 3, adapters=True)
         assert_serves(engine, model)
-        assert not to.push(plain, 4).is_sparse, "the worker serves none of the weights that the publisher keeps"
+        assert not to.push(plain, 4).is_sparse, "the worker does not serve the publisher's copy"
         assert_equal(dense(engine), plain)
         assert not engine.weights.base.kept
         plain["model.norm.weight"] = plain["model.norm.weight"] + 1
@@ -156,7 +156,7 @@ def test_adapters_start_anew_after_a_push_of_weights(llama: tuple[Engine, str], 
         assert_equal(dense(engine), plain)
 
 
-def test_a_worker_that_sleeps(llama: tuple[Engine, str], folders: Any) -> None:
+def test_adapters_of_a_sleeping_worker(llama: tuple[Engine, str], folders: Any) -> None:
     (engine, address), model = llama, adapt(folders["llama"])
     with publishing(address, "shared") as to, RolloutClient(address) as client:
         to.push(model, 1, adapters=True)
@@ -169,7 +169,9 @@ def test_a_worker_that_sleeps(llama: tuple[Engine, str], folders: Any) -> None:
         client.sleep(2)
         assert not engine.weights.base.kept
         client.wake_up(tags=["weights"])
-        with pytest.raises(PushError, match="found that this worker's are lost; push the model without adapters=True"):
+        with pytest.raises(
+            PushError, match="this worker has lost the weights .*; push the model without adapters=True"
+        ):
             to.push(model, 3, adapters=True)
         to.push(model, 3)
         client.wake_up(tags=["kv_cache"])
@@ -178,7 +180,7 @@ def test_a_worker_that_sleeps(llama: tuple[Engine, str], folders: Any) -> None:
         assert_serves(engine, model)
 
 
-def test_memory_is_that_of_the_weights_with_adapters(llama: tuple[Engine, str], folders: Any) -> None:
+def test_only_weights_with_adapters_take_more_memory(llama: tuple[Engine, str], folders: Any) -> None:
     (engine, address), model = llama, adapt(folders["llama"], target_modules=["q_proj"])
     with publishing(address, "shared") as to, RolloutClient(address) as client:
         before = client.health().memory["weights"]
@@ -191,8 +193,8 @@ def test_memory_is_that_of_the_weights_with_adapters(llama: tuple[Engine, str], 
         assert client.health().memory["weights"] == before
 
 
-def test_workers_that_come_back(folders: dict[str, Path], tmp_path: Path) -> None:
-    """By `restore`, which brings the weights as well, and by the folders of the last push and its base."""
+def test_restarted_workers_get_adapters_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With `restore`, which brings the weights too, and with the folders of the last push and its base."""
     address, pushes, model = f"ipc://{tmp_path}/worker", tmp_path / "pushes", adapt(folders["llama"])
     with publishing(address, "shared") as to, publishing(address, "disk", folder=pushes) as by_disk:
         with serving(folders["llama"], address, dtype="bfloat16"):
@@ -216,16 +218,16 @@ def test_workers_that_come_back(folders: dict[str, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda m: m.model.embed_tokens.weight.add_(1), "found others in model.embed_tokens.weight; push the model"),
+        (lambda m: m.model.embed_tokens.weight.add_(1), r"\(model.embed_tokens.weight differ\); push the model"),
         (lambda m: m.model.layers[0].self_attn.q_proj.lora_A["default"].weight[0].fill_(float("nan")), "finite"),
         (
             lambda m: [p.fill_(1e19) for name, p in m.named_parameters() if "0.self_attn.q_proj.lora_" in name],
-            "its adapter is added",
+            "the sum with its adapter",
         ),
     ],
     ids=["base", "nan", "overflow"],
 )
-def test_what_is_wrong_is_refused_and_the_old_weights_are_served(
+def test_wrong_values_are_refused_and_the_old_weights_are_served(
     llama: tuple[Engine, str], folders: Any, spoil: Any, message: str
 ) -> None:
     (engine, address), model = llama, adapt(folders["llama"])
@@ -251,21 +253,23 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
     ("adapters", "message"),
     [
         (dict(weights=[["nowhere.weight", 4, 1.0]]), "nowhere.weight: unknown to the worker's model"),
-        (dict(weights=[["model.norm.weight", 4, 1.0]]), r"expected a matrix for an adapter, found shape \[64\]"),
-        (dict(weights=[[NAME, 2**16 - 1, 1.0]]), "expected A and B with at most 4 times the elements of all weights, "),
-        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"expected a base for each, but none has {NAME}"),
-        (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"found others in {NAME}"),
-        (dict(weights=[[NAME, 0, 1.0]]), "expected a rank and a finite scale"),
-        (dict(weights=[[NAME, 4, float("nan")]]), "expected a rank and a finite scale"),
-        (dict(weights=[[NAME, 4, 1.0]] * 2), "expected each name once"),
-        (dict(weights=[NAME]), "expected a name and 2 more"),
+        (dict(weights=[["model.norm.weight", 4, 1.0]]), r"only a matrix can have an adapter \(shape \[64\]\)"),
+        (dict(weights=[[NAME, 2**16 - 1, 1.0]]), "A and B have .* elements .limit .*, 4 times those of all weights"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter but no base"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
+        (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
+        (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),
+        (dict(weights=[[NAME, 4, 1.0]] * 2), "comes twice"),
+        (dict(weights=[NAME]), "expected a name and 2 other values"),
         (dict(weights={NAME: [4, 1.0]}), "expected an array"),
-        (dict(weights=[], base=[[NAME, -1]]), r"expected an integer in \[0, 2\*\*64\)"),
-        (dict(weights=[[NAME, 4, 1.0]], in_place=True), "expected no in_place with adapters"),
-        (dict(weights=[[NAME, 4, 1.0]], base_push="0" * 32), "expected no base with adapters"),
+        (dict(weights=[], base=[[NAME, -1]]), r"must be an integer in \[0, 2\*\*64\)"),
+        (dict(weights=[[NAME, 4, 1.0]], in_place=True), "in_place is not possible with adapters"),
+        (dict(weights=[[NAME, 4, 1.0]], base_push="0" * 32), "base is not possible with adapters"),
     ],
 )
-def test_what_a_message_may_say_wrong(refusing: tuple[Engine, str], adapters: dict[str, Any], message: str) -> None:
+def test_a_wrong_begin_push_with_adapters_is_refused(
+    refusing: tuple[Engine, str], adapters: dict[str, Any], message: str
+) -> None:
     engine, address = refusing
     others = {"in_place": adapters.pop("in_place", False), "base": adapters.pop("base_push", None)}
     before, client = dense(engine), RawClient(address)
@@ -283,16 +287,18 @@ def refusing(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         yield engine, address
 
 
-def test_what_is_no_adapter_is_refused(llama: tuple[Engine, str], folders: Any, tmp_path: Path) -> None:
+def test_models_that_cannot_be_pushed_as_adapters_are_refused(
+    llama: tuple[Engine, str], folders: Any, tmp_path: Path
+) -> None:
     (_, address), model = llama, adapt(folders["llama"])
     with publishing(address, "shared") as to:
-        with pytest.raises(ConfigError, match="adapters: expected False but for a model of PEFT"):
+        with pytest.raises(ConfigError, match="adapters: must be False unless a PEFT model is pushed"):
             to.push(model.get_base_model(), 1, adapters=True)
         with pytest.raises(PushError, match="lora_dropout: expected none"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)
-        with model.disable_adapter(), pytest.raises(PushError, match="expected some that are enabled, found none"):
+        with model.disable_adapter(), pytest.raises(PushError, match="adapters: none are enabled"):
             to.push(model, 1, adapters=True)
         with pytest.raises(PushError, match="unknown to the worker's model"):
             to.push(adapt(folders["qwen3_moe"]), 1, adapters=True)
-    with WeightPublisher(in_place=True) as to, pytest.raises(ConfigError, match="in_place: expected False with"):
+    with WeightPublisher(in_place=True) as to, pytest.raises(ConfigError, match="in_place: must be False with"):
         to.push(model, 1)

@@ -1,4 +1,4 @@
-"""Pushes to workers that serve experts, whose matrices come as stacks or one by one: the bits of a fresh load."""
+"""Pushes to workers that serve experts. Their matrices come as stacks or one by one, with the bits of a fresh load."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ STACK = "model.layers.0.mlp.experts.gate_up_proj"
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """The timeouts here are shorter than what the first push through gloo may take."""
+    """Start the fork server, since the first push through gloo may take longer than the timeouts here."""
     warm_up()
 
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller than a stack, so that it is cut."""
+    """Make buckets smaller than a stack, so that it is cut."""
     monkeypatch.setattr(sender_module, "BUCKET_BYTES", dict.fromkeys(sender_module.BUCKET_BYTES, 20_000))
 
 
@@ -71,7 +71,7 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 
 @pytest.fixture(scope="module")
 def trained(mixture_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Weights]]:
-    """By family and spelling, the tensors of a model with other weights, as a module has them and as it is saved."""
+    """The tensors of a model with other weights, by family and spelling: those of the module, and those of a save."""
     found = {}
     for family in MIXTURES:
         model = AutoModelForCausalLM.from_pretrained(mixture_models[family], dtype=torch.float32)
@@ -84,13 +84,13 @@ def trained(mixture_models: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     return found
 
 
-# Each family by one way, and each way by Qwen3-MoE.
+# Each family with one transport, and each transport with Qwen3-MoE.
 CASES = [("qwen3_moe", way) for way in ("shared", "collective", "disk")]
 CASES += [("qwen3_next_moe", "shared"), ("qwen3_5_moe", "shared"), ("gpt_oss", "shared"), ("gpt_oss", "disk")]
 
 
 @pytest.mark.parametrize(("family", "transport"), CASES)
-def test_a_push_of_either_spelling_gives_the_bits_of_a_fresh_load(
+def test_a_push_in_either_spelling_has_the_bits_of_a_fresh_load(
     mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path, family: str, transport: str
 ) -> None:
     address = f"ipc://{tmp_path}/worker"
@@ -124,10 +124,10 @@ def test_a_push_in_place_may_bring_experts_one_by_one(
         assert_equal(dense(engine), trained["qwen3_moe"]["stacks"])
 
 
-def test_sparse_pushes_bring_what_changed_in_either_spelling(
+def test_sparse_pushes_bring_changes_in_either_spelling(
     mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
-    """Of some experts a few numbers, of another one a whole matrix; and one spelling after the other."""
+    """A few numbers of some experts and a whole matrix of another one change; one spelling after the other."""
     address = f"ipc://{tmp_path}/worker"
     saved = {name: tensor.clone() for name, tensor in trained["qwen3_moe"]["as saved"].items()}
     stacks = {name: tensor.clone() for name, tensor in trained["qwen3_moe"]["stacks"].items()}
@@ -148,7 +148,7 @@ def test_sparse_pushes_bring_what_changed_in_either_spelling(
             assert_equal(dense(engine), stacks)
 
 
-def test_sparse_pushes_to_stacks_whose_rows_lie_in_turn(
+def test_sparse_pushes_to_stacks_with_interleaved_rows(
     mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
     address = f"ipc://{tmp_path}/worker"
@@ -166,9 +166,9 @@ def test_sparse_pushes_to_stacks_whose_rows_lie_in_turn(
     [
         (
             lambda t: t.pop("model.layers.1.mlp.experts.5.down_proj.weight"),
-            r"missing are .*\.1\..*\.5\.down_proj.weight;",
+            r"missing: .*\.1\..*\.5\.down_proj.weight;",
         ),
-        (lambda t: t.update({STACK: torch.zeros(8, 64, 64)}), f"both ways came {STACK};"),
+        (lambda t: t.update({STACK: torch.zeros(8, 64, 64)}), f"{STACK} came both whole and in parts;"),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.8.down_proj.weight": torch.zeros(64, 32)}),
             r"experts.8.down_proj.weight: unknown to the worker's model",

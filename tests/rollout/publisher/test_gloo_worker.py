@@ -1,4 +1,4 @@
-"""A worker whose pushes come through gloo: no trainer harms it, nor the requests of others, nor later pushes."""
+"""A worker with pushes through gloo. No trainer harms it, the requests of others, or later pushes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def push(worker: WorkerProcess) -> None:
-    """A push that must succeed, of the next version."""
+    """Push the next version. Must succeed."""
     with RolloutClient(worker.address, timeout=SECONDS) as client:
         version = (client.health().weight_version or 0) + 1
     with WeightPublisher("collective", timeout=SECONDS) as publisher:
@@ -62,7 +62,7 @@ def push(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize(
     ("factor", "words"), [(2, "SIGABRT; does the trainer broadcast as many bytes"), (0.5, "corrupt")]
 )
-def test_a_broadcast_of_another_size_than_announced_harms_nobody(
+def test_a_broadcast_of_another_size_than_announced_fails_only_its_push(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, factor: float, words: str
 ) -> None:
     def send(self: GroupSlots, slot: int, num_bytes: int) -> None:
@@ -81,7 +81,7 @@ def test_a_broadcast_of_another_size_than_announced_harms_nobody(
     push(worker)
 
 
-def test_a_process_killed_in_the_middle_of_a_push_is_not_the_end_of_the_worker(worker: WorkerProcess) -> None:
+def test_a_receiving_process_killed_during_a_push_does_not_end_the_worker(worker: WorkerProcess) -> None:
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
         os.kill(receiving_process(psutil.Process(worker.pid)).pid, signal.SIGKILL)
         yield from tensors(8).items()
@@ -95,14 +95,14 @@ def test_a_process_killed_in_the_middle_of_a_push_is_not_the_end_of_the_worker(w
 
 
 def begin_push(client: RawClient, source: CollectiveSource, **fields: Any) -> str:
-    """Sends it, and returns its push id, which is its id too."""
+    """Send a begin_push. Return its push id, which is also its id."""
     push_id = secrets.token_hex(16)
     fields = dict(weight_version=9, dtype="float32", timeout=DAY, source=source.model_dump()) | fields
     client.send("begin_push", id=push_id, push_id=push_id, **fields)
     return push_id
 
 
-def test_pushes_that_are_begun_and_given_up_leave_nothing_behind(worker: WorkerProcess) -> None:
+def test_abandoned_pushes_leave_nothing_behind(worker: WorkerProcess) -> None:
     with silent_store() as store, RawClient(worker.address) as client:
         client.health()
         process = psutil.Process(worker.pid)
@@ -124,7 +124,7 @@ def test_pushes_that_are_begun_and_given_up_leave_nothing_behind(worker: WorkerP
 
 @pytest.fixture
 def store() -> Iterator[socket.socket]:
-    """A silent one that this machine reaches at 0.0.0.0, which is no address of loopback, whatever networks it has."""
+    """A store that never answers, at 0.0.0.0: always an address of this machine, but not a loopback address."""
     with socket.create_server(("0.0.0.0", 0)) as store:
         with socket.create_connection(store.getsockname()):
             store.accept()[0].close()
@@ -153,7 +153,7 @@ def test_a_host_that_the_worker_allows_is_connected_to(store: socket.socket) -> 
         store.accept()[0].close()
 
 
-def test_what_receives_ends_with_a_worker_that_is_killed() -> None:
+def test_the_receiving_process_ends_with_a_killed_worker() -> None:
     with fake_process() as worker, silent_store() as store, RawClient(worker.address) as client:
         begin_push(client, source_at(store))
         process = psutil.Process(worker.pid)
@@ -193,7 +193,7 @@ def test_a_host_that_is_allowed(host: str) -> None:
     ],
 )
 def test_a_host_that_is_not_allowed(host: str) -> None:
-    with pytest.raises(PushError, match="push_hosts, found .*--push-hosts"):
+    with pytest.raises(PushError, match="not in its push_hosts; .*--push-hosts"):
         PushPolicy(hosts=HOSTS).check_host(host)
 
 
@@ -204,11 +204,11 @@ def test_without_hosts_loopback_is_allowed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.0/33", "10.0.0/8", "trainer.lan/24", "/", "fd00::/129", " 10.0.0.0/8"])
-def test_a_network_that_is_none_is_refused_at_once(entry: str) -> None:
+def test_an_invalid_network_is_refused_at_startup(entry: str) -> None:
     message = f"push_hosts: '{entry}' is not a valid network"
     with pytest.raises(ConfigError, match=message):
         WorkerConfig(push_hosts=["10.0.0.0/8", entry])
 
 
-def test_hosts_of_every_kind_are_taken() -> None:
+def test_hosts_of_every_kind_are_accepted() -> None:
     assert WorkerConfig(push_hosts=[*HOSTS]).push_hosts == [*HOSTS]

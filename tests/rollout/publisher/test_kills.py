@@ -1,7 +1,7 @@
-"""Trainers and workers that die, hang or lose their connection in each phase of a push; they are really killed.
+"""Trainers and workers that die, hang or lose their connection in each phase of a push. They are really killed.
 
-Afterwards the old version is served with the same bits as before, no request is lost, and the next push succeeds with
-nothing restarted. The failing push brings weights of its own ("lost"), so that any trace of them shows.
+Afterwards the old version is served with the same bits as before, no request is lost, and the next push succeeds
+without a restart. The failing push brings weights of its own ("lost"), so that any trace of them shows.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from .trainer_process import BUCKET_BYTES, large_adapter
 TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
 SHARES = place_to_lend() is not None
-"""Whether by `shared` the second worker maps what the first one has verified, and hears of the push only then."""
+"""Whether with `shared` the second worker maps the memory of the first one, after that one has verified the push."""
 STEPS = [
     *((transport, phase) for transport in TRANSPORTS for phase in PHASES),
     pytest.param("shared", "lend", marks=lends_huge_pages),
 ]
 EVERY_RUN = {*(("shared", phase) for phase in (*PHASES, "lend")), ("collective", "stage"), ("disk", "commit")}
-"""What every run takes of these: each phase, and each transport where it does something of its own."""
+"""The steps that every run tests: each phase, and each transport in a phase that it handles differently."""
 PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
-"""For pushes that must succeed, seconds."""
+"""Timeout of pushes that must succeed, in seconds."""
 SHORT = 1.5
-"""For pushes that must fail: it is waited for."""
+"""Timeout of pushes that must fail, in seconds. The tests wait for it."""
 LONGER = 10.0
-"""Seconds, for a publisher whose first push must fail and whose next one must succeed."""
+"""Timeout of publishers with a push that must fail and then one that must succeed, in seconds."""
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
@@ -60,7 +60,7 @@ HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 
 Bits = list[tuple[bytes, bytes]]
-"""Of each sample: tokens and log-probs."""
+"""(tokens, log-probs) of each sample."""
 
 
 def packed(token_ids: list[int]) -> bytes:
@@ -97,7 +97,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Trainer:
-    """The parent's end of a `trainer_process`."""
+    """The parent's side of a `trainer_process`."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(HERE / "trainer_process.py")]
@@ -105,12 +105,12 @@ class Trainer:
         self.is_pushing = False
 
     def connect(self, addresses: list[str], settings: dict[str, Any] | None = None) -> None:
-        """Make a publisher with these settings, or let the one that is there connect to other workers."""
+        """Make a publisher with these settings, or let the existing one connect to other workers."""
         self._tell(json.dumps({"connect": addresses} | ({} if settings is None else {"settings": settings})))
         assert self.hear() == {"connected": addresses}
 
     def push(self, folder: Path, version: int) -> None:
-        """A push that must succeed."""
+        """Push. Must succeed."""
         self.start(folder, version, None)
         outcome = self.hear()
         assert outcome.get("version") == version, outcome
@@ -120,14 +120,14 @@ class Trainer:
         self._tell(json.dumps({"push": str(folder), "version": version, "hold": hold, "adapters": adapters}))
 
     def push_until(self, phase: str, folder: Path, version: int, adapters: bool = False) -> str | None:
-        """Begin a push and stop in `phase`. Returns the name of its shared memory."""
+        """Begin a push and stop in `phase`. Return the name of its shared memory."""
         self.start(folder, version, phase, adapters)
         held = self.hear()
         assert held.get("held") == phase, held
         return held["memory"]
 
     def go_on(self, order: str = "go") -> dict[str, Any]:
-        """Let the push that is held go on, to its outcome."""
+        """Let the held push go on. Return its outcome."""
         self._tell(order)
         return self.hear()
 
@@ -150,7 +150,7 @@ class Trainer:
 
 
 class Trainers:
-    """One living trainer; after it was killed another one, which starts while nobody waits for it."""
+    """One living trainer. After a kill another one starts in the background."""
 
     def __init__(self) -> None:
         self.current = Trainer()
@@ -173,12 +173,12 @@ def trainers() -> Iterator[Trainers]:
 @pytest.fixture
 def trainer(trainers: Trainers) -> Iterator[Trainer]:
     yield trainers.current
-    if trainers.current.is_pushing:  # the test failed: it shall be the only one
+    if trainers.current.is_pushing:  # the test failed: the next test gets a new trainer
         trainers.kill()
 
 
 class Running:
-    """A request that runs on a worker while something happens to it."""
+    """A request that runs on a worker during a fault."""
 
     def __init__(self, address: str) -> None:
         self._raw = RawClient(address)
@@ -186,7 +186,7 @@ class Running:
         self._raw.generate(self._id, LONG_PROMPT, **LONG)
 
     def end(self, expected: Bits, version: int) -> None:
-        """It ends once, all of it by one version."""
+        """Assert that it ends once, with all tokens from one version."""
         replies = self._raw.receive_until("done", "error")
         assert [reply["type"] for reply in replies] == ["sample"] * LONG["n"] + ["done"], replies
         assert {reply["id"] for reply in replies} == {self._id}
@@ -200,10 +200,10 @@ class Running:
 
 
 class Fleet:
-    """Two workers, and what they serve. Worker 0 listens on TCP, worker 1 on an ipc socket.
+    """Two workers, and the weights that they serve. Worker 0 listens on TCP, worker 1 on an ipc socket.
 
-    `version`: what a push gave to both. `expected`, `expected_long`: for each checkpoint, what a worker that was
-    started from it generates.
+    `version`: version of the last push to both. `expected`, `expected_long`: for each checkpoint, the samples of a
+    worker that was started from it.
     """
 
     def __init__(self, models: dict[str, Path], folder: Path) -> None:
@@ -228,13 +228,13 @@ class Fleet:
         assert len({json.dumps(repr(bits)) for bits in (*self.expected.values(), *self.expected_long.values())}) == 6
 
     def measure(self, index: int, name: str) -> None:
-        """Note what the worker generates, as that of the weights of this name."""
+        """Record the worker's samples as the expected ones of the weights with this name."""
         client = self.client(index)
         self.expected[name] = bits_of(client.generate(PROMPTS, PARAMS, seed=5))
         self.expected_long[name] = bits_of(client.generate([LONG_PROMPT], SamplingParams(**LONG)))
 
     def start(self, index: int, address: str | None = None, model: str = "old") -> None:
-        """Start a worker, without waiting for it: at its old address, or at one that nobody had before."""
+        """Start a worker in the background, at its old address or at an unused one."""
         fresh = (f"ipc://{self._folder}/{secrets.token_hex(4)}", "tcp://127.0.0.1:*")[index]
         starting = self._launch(address or fresh, model)
         if index == 1 and address is None and self._spare is not None:
@@ -263,7 +263,7 @@ class Fleet:
         return self.client(index).health().push
 
     def kill(self, index: int) -> str:
-        """Kill a worker, and return its address."""
+        """Kill a worker. Return its address."""
         worker = self.worker(index)
         self._clients.pop(index).close()
         worker.kill()
@@ -271,7 +271,7 @@ class Fleet:
         return worker.address
 
     def push(self, name: str, transport: Any = "shared", folder: Path | None = None) -> None:
-        """A push to both by a trainer that is here, which must succeed."""
+        """Push to both workers from this process. Must succeed."""
         settings = settings_of(transport, PATIENT, folder)
         with WeightPublisher(**settings) as publisher:
             publisher.connect(self.addresses)
@@ -279,7 +279,7 @@ class Fleet:
             publisher.push(load_file(self.models[name] / "model.safetensors"), self.version)
 
     def check(self, index: int, name: str, version: int | None = None) -> None:
-        """The worker serves that checkpoint's bits under that version, or the one of the last push to both."""
+        """Assert that the worker serves this checkpoint, to the bit. `version`: by default that of the last push."""
         version = self.version if version is None else version
         client = self.client(index)
         groups = client.generate(PROMPTS, PARAMS, seed=5)
@@ -291,7 +291,7 @@ class Fleet:
         assert (health.state, health.weight_version) == ("ready", version)
 
     def check_freed(self, index: int) -> None:
-        """Nothing of a push is left in the worker."""
+        """Assert that nothing of a push is left in the worker."""
         health = self.client(index).health()
         assert health.push is None and health.memory["staging"] == 0
 
@@ -315,8 +315,8 @@ def whole_fleet(
 
 @pytest.fixture
 def fleet(whole_fleet: Fleet, request: pytest.FixtureRequest) -> Fleet:
-    """Two workers that are alive and serve `old` by a push; by `collective` where a worker's first takes longer than
-    SHORT.
+    """Two live workers that serve `old` from a push. With `collective` this is the worker's first such push, which may
+    take longer than SHORT.
     """
     transport = request.getfixturevalue("transport") if "transport" in request.fixturenames else "shared"
     for index in (0, 1):
@@ -334,7 +334,7 @@ def settings_of(transport: str, timeout: float, folder: Path | None) -> dict[str
 
 
 def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: Path, lends: bool = SHARES) -> None:
-    """The workers really are in that phase of the push of that version. `lends`: as pushes by `shared` do."""
+    """Assert that the workers are in this phase of this push. `lends`: whether workers share memory in it."""
     if phase == "stage" and transport == "disk":
         assert len(list(folder.glob(f"version-{version}-*.tmp/*.safetensors"))) == 1
         assert fleet.progress(0) is None and fleet.progress(1) is None
@@ -360,12 +360,12 @@ def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: 
 
 
 def served_after(fleet: Fleet, phase: str, old: int) -> list[tuple[str, int]]:
-    """What the two workers serve once a push of version `old` + 1 broke off in that phase."""
+    """Return (checkpoint, version) of the two workers after a push of version `old` + 1 broke off in this phase."""
     return [("lost", old + 1) if phase == "commit" else ("old", old), ("old", old)]
 
 
 each_phase = pytest.mark.parametrize(("transport", "phase"), STEPS, scope="module")
-"""Of module scope, so that the tests of a phase come one after the other, while a killed worker's successor starts."""
+"""With module scope, so that the tests of a phase run in sequence while the successor of a killed worker starts."""
 
 
 @each_phase
@@ -381,7 +381,7 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
     assert [fleet.client(index).health().requests["open"] for index in (0, 1)] == [1, 1]
     trainers.replace()
     assert (memory is not None) == (transport == "shared")
-    assert phase == "begin" or not (SHM / str(memory)).exists(), "the next push may have to remove it"
+    assert phase == "begin" or not (SHM / str(memory)).exists(), "only in `begin` the next push must remove it"
     served = served_after(fleet, phase, fleet.version - 1)
     for index, (name, version) in enumerate(served):
         fleet.check(index, name, version)
@@ -397,7 +397,7 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
 @each_phase
 @thinned(lambda transport, phase: phase in ("stage", "lend"))
 def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """As behind a network that was cut: its workers free themselves, and it learns of it when it is back."""
+    """Like a network failure. The workers give the push up, and the trainer learns this when it is back."""
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
@@ -415,7 +415,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
     finally:
         process.resume()
     outcome = trainer.go_on()
-    if (transport, phase) == ("disk", "stage"):  # the workers had not heard of it
+    if (transport, phase) == ("disk", "stage"):  # the workers did not know of the push yet
         assert outcome.get("version") == old + 1
     else:
         assert outcome.get("kind") == "PushError", outcome
@@ -430,7 +430,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
 @each_phase
 @thinned(lambda transport, phase: (transport, phase) in EVERY_RUN)
 def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """In the phase `commit` it dies between the other one's commit and its own."""
+    """In the phase `commit` the worker dies between the commit of the other one and its own."""
     survivor = fleet.addresses[0]
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
@@ -458,7 +458,7 @@ def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: 
 @lends_huge_pages
 @pytest.mark.parametrize("phase", ["stage", "lend", "commit"])
 def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
-    """In the phase `commit` it has committed, and the other one has its memory, but was not told to commit."""
+    """In the phase `commit` it has committed; the other one has its memory, but no call to commit yet."""
     trainer.connect(fleet.addresses, settings_of("shared", SHORT, None))
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
@@ -492,7 +492,7 @@ def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
     scope="module",
 )
 @thinned(lambda transport, phase, victim: (transport, phase) in EVERY_RUN and phase in ("stage", "commit"))
-def test_a_kill_as_adapters_are_pushed(
+def test_a_kill_during_a_push_of_adapters(
     fleet: Fleet, trainers: Trainers, transport: str, phase: str, victim: str, tmp_path: Path
 ) -> None:
     if "adapted" not in fleet.expected:
@@ -525,7 +525,7 @@ def test_a_kill_as_adapters_are_pushed(
 
 @pytest.mark.parametrize(("transport", "victim"), [("shared", 1), ("collective", 0), ("disk", 1)])
 @thinned(lambda transport, victim: transport == "collective")
-def test_a_worker_started_anew_at_its_address(
+def test_a_worker_restarted_at_its_address(
     fleet: Fleet, trainer: Trainer, transport: str, victim: int, tmp_path: Path
 ) -> None:
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
@@ -542,7 +542,7 @@ def test_a_worker_started_anew_at_its_address(
     fleet.check(victim, "old", 0)
     assert fleet.addresses[victim] == address
     if transport == "collective":
-        fleet.push("old", transport)  # for the first takes longer than SHORT
+        fleet.push("old", transport)  # since the first push takes longer than SHORT
     fleet.version += 1
     trainer.push(fleet.models["new"], fleet.version)
     for index in (0, 1):
@@ -552,7 +552,7 @@ def test_a_worker_started_anew_at_its_address(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @thinned(lambda transport: transport == "shared")
 def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp_path: Path) -> None:
-    """In the middle of the buckets; by disk, before it reads the folder."""
+    """In the middle of the buckets; with disk, before it reads the folder."""
     phase = "begin" if transport == "disk" else "stage"
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
@@ -584,7 +584,7 @@ def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp
 
 
 def test_a_worker_killed_while_it_waits_to_commit(fleet: Fleet, trainer: Trainer) -> None:
-    """With `drain` it waits for a running request, while the other one has committed."""
+    """With `drain` it waits for a running request, after the other one has committed."""
     survivor, victim = fleet.addresses
     trainer.connect(fleet.addresses, settings_of("shared", SHORT, None) | {"in_flight": "drain"})
     with RawClient(victim) as raw:
@@ -607,7 +607,7 @@ def test_a_worker_killed_while_it_waits_to_commit(fleet: Fleet, trainer: Trainer
 
 
 def test_a_data_connection_that_breaks(fleet: Fleet, trainer: Trainer) -> None:
-    """All TCP connections of the trainer are shut down in the middle of the buckets: the push fails by its timeout."""
+    """All TCP connections of the trainer are cut in the middle of the buckets. The push fails within its timeout."""
     trainer.connect(fleet.addresses, settings_of("collective", LONGER, None))
     old = fleet.version
     trainer.push_until("stage", fleet.models["lost"], old + 1)
@@ -630,14 +630,14 @@ CALLS = {
     "verify": ("verify_push", 1, 1),
     "commit": ("commit_push", 1, 1),
 }
-"""The message that makes each phase, which one of them is struck, and how many answers are under way then."""
+"""For each phase: its message, the number of the message that is hit, and the replies under way at that time."""
 BY_MESSAGE = [
     (transport, phase) for transport in TRANSPORTS for phase in PHASES if (transport, phase) != ("disk", "stage")
 ]
 
 
 def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
-    """A request that a push of `old` + 1 may have overtaken is whole, and up to there has the bits of `old`."""
+    """Assert that a request during a push of `old` + 1 is whole, and that its tokens of `old` have the right bits."""
     for sample, (tokens, logprobs) in zip(group.samples, fleet.expected_long["old"], strict=True):
         assert (len(sample.token_ids), sample.finish_reason) == (LONG["max_tokens"], "length")
         assert sample.logprobs is not None
@@ -655,7 +655,7 @@ def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
 def test_a_connection_that_breaks(
     fleet: Fleet, trainer: Trainer, transport: str, phase: str, fault: Fault, tmp_path: Path
 ) -> None:
-    """A message or its answer is lost with the connection: the push does not even notice, nor does a request."""
+    """A message or its reply is lost with the connection. The push still succeeds, and so does a request."""
     old = fleet.version
     with Forwarder(fleet.addresses[0]) as line, RolloutClient(line.address, timeout=PATIENT) as client:
         trainer.connect([line.address, fleet.addresses[1]], settings_of(transport, PATIENT, tmp_path))
@@ -680,7 +680,7 @@ def test_a_connection_that_breaks(
 @pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
 @thinned(lambda transport, phase: (transport, phase) in EVERY_RUN and phase in ("stage", "commit"))
 def test_a_connection_that_freezes(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """It lets nothing through until after the deadline, and then what was under way, too late."""
+    """Nothing passes until after the deadline. Then the held messages arrive, too late."""
     old = fleet.version
     with Forwarder(fleet.addresses[0]) as line:
         other = fleet.addresses[1]

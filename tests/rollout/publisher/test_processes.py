@@ -1,4 +1,4 @@
-"""Pushes between processes of their own: trainer and workers, and trainers of several ranks."""
+"""Pushes between separate processes: trainer and workers, and trainers with several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trueroll.weight_sync.trainer import sender as sender_module
 TRANSPORTS = ("shared", "collective", "disk")
 SECONDS = 60
 BUCKET_BYTES = 256
-"""Small ones, so that a push takes several."""
+"""Small buckets, so that a push takes several."""
 
 
 def trainer_tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -32,7 +32,7 @@ def trainer_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def assert_serves(worker: WorkerProcess, version: int) -> None:
-    """What `trainer_tensors` makes of the version."""
+    """Assert that the worker serves `trainer_tensors(version)`."""
     with RolloutClient(worker.address, timeout=SECONDS) as client:
         assert client.health().weight_version == version
         found = client.stats().engine["checksums"]
@@ -41,7 +41,7 @@ def assert_serves(worker: WorkerProcess, version: int) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @thinned(lambda transport: transport == "collective")
-def test_workers_in_other_processes_serve_what_was_pushed(
+def test_workers_in_other_processes_serve_pushed_weights(
     tmp_path: Path, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "BUCKET_BYTES", dict.fromkeys(TRANSPORTS, BUCKET_BYTES))
@@ -95,7 +95,7 @@ with WeightPublisher(transport, folder=folder or None, timeout=60.0) as publishe
         except PushError as error:
             print("refused", error, flush=True)
     sys.stdin.readline()
-    publisher._settings = dataclasses.replace(publisher._settings, timeout=2.0)  # the push below waits for all of it
+    publisher._settings = dataclasses.replace(publisher._settings, timeout=2.0)  # the push below takes that long
     try:
         publisher.push(tensors(4), 4)
     except PushError as error:
@@ -107,7 +107,7 @@ os._exit(0)  # DTensor's caches keep gloo's threads alive, which can abort a nor
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @thinned(lambda transport: transport == "shared")
-def test_sharded_tensors_are_gathered_and_every_rank_learns_the_outcome(tmp_path: Path, transport: str) -> None:
+def test_sharded_tensors_are_gathered_and_every_rank_gets_the_result(tmp_path: Path, transport: str) -> None:
     folder = str(tmp_path / "pushes") if transport == "disk" else ""
     with fake_process() as worker:
         arguments = [str(free_port()), transport, folder, worker.address, json.dumps(SHAPES)]
@@ -126,7 +126,7 @@ def test_sharded_tensors_are_gathered_and_every_rank_learns_the_outcome(tmp_path
         unknown = [rank.stdout.readline() for rank in ranks if rank.stdout]
         missing = [rank.stdout.readline() for rank in ranks if rank.stdout]
         assert all(line.startswith("refused") and "extra: unknown" in line for line in unknown)
-        assert all(line.startswith("refused") and "missing are embed" in line for line in missing)
+        assert all(line.startswith("refused") and "missing: embed" in line for line in missing)
         assert_serves(worker, 2)
         worker.kill()
         for rank in ranks:

@@ -1,10 +1,10 @@
-"""A trainer in a process of its own that stops where it is told to, so that it or a worker can be killed just there.
+"""A trainer in a process of its own that stops in a chosen phase, so that it or a worker can be killed there.
 
-Reads commands from stdin and answers each on stdout, all in lines of JSON:
-`{"connect": ADDRESSES, "settings": ...}` makes a publisher, without `settings` the one that is there connects anew;
-`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint, and with `"adapters": true` only a LoRA
-adapter of it, which is large. In the phase to hold it says
-`{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to lose all its TCP connections first.
+Reads commands from stdin and answers each on stdout, in lines of JSON:
+`{"connect": ADDRESSES, "settings": ...}` makes a publisher; without `settings` the existing one connects again;
+`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint, or with `"adapters": true` only a large
+LoRA adapter of it. In the phase to hold it prints
+`{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to cut all its TCP connections first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trueroll.weight_sync.transports.collective import GroupSlots
 from trueroll.weight_sync.transports.disk import FolderWriter
 
 BUCKET_BYTES = 2**15
-"""Small ones, so that a push takes many."""
+"""Small buckets, so that a push takes many."""
 BUCKET = 3
-"""The bucket that a push is held at, announced to the workers and, by `collective`, not yet sent."""
+"""The bucket at which a push is held. It is announced to the workers and, with `collective`, not yet sent."""
 
 
 def large_adapter(folder: Path) -> Any:
-    """The same one in every process, of many buckets."""
+    """Return an adapter of many buckets, the same in every process."""
     sys.path.append(str(Path(__file__).parents[2]))
     from adapters import adapt
 
@@ -45,7 +45,7 @@ def large_adapter(folder: Path) -> Any:
 
 
 class Hold:
-    """Where the next push stops, once: `phase`. `memory`: the name of its shared memory, if it has any."""
+    """Stops the next push once, in `phase`. `memory`: name of its shared memory, if it has any."""
 
     def __init__(self) -> None:
         self.arm(None)
@@ -71,20 +71,20 @@ def say(**fields: Any) -> None:
 
 
 def cut_connections() -> None:
-    """Shut down every TCP connection of this process, as a network that breaks does."""
+    """Shut down every TCP connection of this process, like a network failure."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if (
                 connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()
-            ):  # listeners have none
+            ):  # a listener has no connection
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def install(hold: Hold) -> None:
-    """Wrap the steps of a push. `begin`: the workers were told, and by `collective` wait for this trainer to join;
-    `stage`: some buckets were staged, or for `disk` some tensors written; `verify`: all buckets were staged, or for
-    `disk` all workers found the folder; `lend`: where workers share memory, one has verified, and the others were not
-    told of the push; `commit`: all have verified, the first has committed, the others were not told.
+    """Wrap the steps of a push. `begin`: the workers have the call, and with `collective` wait for the trainer to join;
+    `stage`: some buckets are staged, or with `disk` some tensors written; `verify`: all buckets are staged, or with
+    `disk` all workers have found the folder; `lend`: if workers share memory, one has verified, and the others do not
+    know of the push yet; `commit`: all have verified, the first has committed, the others have no call yet.
     """
     begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
     ask, join, append = WorkerClients._ask, GroupSlots.open, FolderWriter.append

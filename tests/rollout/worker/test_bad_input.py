@@ -1,4 +1,4 @@
-"""Bad input gets a clear error, while another client's request runs and must finish unharmed."""
+"""Bad input gets a clear error. Meanwhile the request of another client runs, and must finish unharmed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
 
 @pytest.fixture
 def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureRequest) -> Iterator[RawClient]:
-    """A client, while a request of another one runs; afterwards that request must have all its samples, every token."""
+    """A client, while a request of another client runs. Afterwards that request must have all tokens of all samples."""
     with RawClient(worker.address) as bystander, RawClient(worker.address) as client:
         engine.flow.clear()
         bystander.generate(request.node.name[:100], n=8, max_tokens=20, seed=11)
-        bystander.health()  # answered after the request was taken
+        bystander.health()  # the reply comes after the request was received
         yield client
         assert client.health()["requests"]["open"] == 1
         engine.flow.set()
@@ -51,12 +51,12 @@ def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureReque
 
 
 def nested(depth: int) -> bytes:
-    """The MessagePack of a list in a list in a list."""
+    """Return the MessagePack of lists nested `depth` deep."""
     return b"\x91" * depth + b"\xc0"
 
 
 def with_value(field: str, value: bytes, **fields: Any) -> bytes:
-    """A message whose first fields are a version and an id, and whose last one has a value that is packed already."""
+    """Return a message that begins with a version and an id, and ends with `field`, which has a packed value."""
     before = {"id": "bad", "version": 1, **fields}
     before.pop(field, None)
     return pack({**before, field: 0})[:-1] + value
@@ -74,26 +74,26 @@ REFUSED = {
     "long prompt": (generate([1] * (MAX_MODEL_LEN + 1)), "invalid_request", "max_model_len"),
     "long prompt and output": (generate(max_tokens=MAX_MODEL_LEN - 2), "invalid_request", "max_model_len"),
     "no samples": (generate(n=0), "invalid_request", "n: "),
-    "too many samples": (generate(n=9), "invalid_request", "max_n = 8, found 9"),
+    "too many samples": (generate(n=9), "invalid_request", "max_n = 8 (got 9)"),
     "negative temperature": (generate(temperature=-1.0), "invalid_request", "temperature: "),
-    "temperature that is no number": (generate(temperature=float("nan")), "invalid_request", "temperature: "),
+    "temperature that is not a number": (generate(temperature=float("nan")), "invalid_request", "temperature: "),
     "top_p 0": (generate(top_p=0.0), "invalid_request", "top_p: "),
     "top_p above 1": (generate(top_p=1.5), "invalid_request", "top_p: "),
     "unknown parameter": (generate(temprature=1.0), "invalid_request", "temprature: unknown parameter"),
     "parameter named as a word of Python": (generate(self=1), "invalid_request", "self: unknown parameter"),
     "top_k beyond 63 bits": (generate(top_k=2**63), "invalid_request", "top_k: "),
     "wrong type of a parameter": (generate(max_tokens="4"), "invalid_request", "max_tokens: "),
-    "parameters that are no map": (generate() | {"params": 5}, "invalid_message", "generate.params: "),
+    "parameters that are not a map": (generate() | {"params": 5}, "invalid_message", "generate.params: "),
     "tokens as a list": (generate() | {"prompt_token_ids": [1, 2]}, "invalid_message", "prompt_token_ids: "),
     "tokens cut short": (generate(b"12345"), "invalid_message", "array: 5 bytes are not a multiple of 4 bytes"),
     "missing field": ({"type": "generate", "params": {}}, "invalid_message", "prompt_token_ids: field required"),
     "unknown field": (generate() | {"prompt": "hello"}, "invalid_message", "generate.prompt: unknown"),
     "unknown type": ({"type": "sing"}, "invalid_message", "found 'sing'"),
     "no type": ({}, "invalid_message", "found None"),
-    "type that is no string": ({"type": {"generate": 1}}, "invalid_message", "type: expected one of"),
-    "version that is no integer": (generate() | {"version": 1.0}, "invalid_message", "version: expected 1"),
+    "type that is not a string": ({"type": {"generate": 1}}, "invalid_message", "type: expected one of"),
+    "version that is not an integer": (generate() | {"version": 1.0}, "invalid_message", "version: expected 1"),
     "other version": (generate() | {"version": 2}, "invalid_message", "version: expected 1, found 2"),
-    "version that is no number": (generate() | {"version": True}, "invalid_message", "version: expected 1"),
+    "version that is not a number": (generate() | {"version": True}, "invalid_message", "version: expected 1"),
     "score of one token": ({"type": "score", "token_ids": TOKENS[:4]}, "invalid_request", "found 1"),
     "score with a bad filter": (
         {"type": "score", "token_ids": TOKENS, "distribution": {"top_k": 0}},
@@ -129,7 +129,7 @@ REFUSED = {
         "invalid_message",
         "begin_push.weight_version: ",
     ),
-    "oversized": (generate([1] * (MAX_BYTES // 4)), "message_too_large", f"max_message_bytes = {MAX_BYTES}"),
+    "oversized": (generate([1] * (MAX_BYTES // 4)), "message_too_large", f"limit {MAX_BYTES}, max_message_bytes"),
 }
 
 
@@ -159,7 +159,7 @@ FIELDS = {
     "timeout": {"type": "drain"},
     "bucket": {"type": "stage_bucket", "push_id": "0" * 32},
 }
-"""Where a value may lie, and what a message needs to be read as far as that."""
+"""The places of a value in a message, and the other fields without which the message is not read that far."""
 
 
 @pytest.mark.parametrize("depth", [4, 5, 6, 7, 500, 1000, 1021, 3000])
@@ -179,7 +179,7 @@ def test_a_deeply_nested_parameter_is_refused(raw: RawClient, depth: int) -> Non
     assert ("n: " if depth == 4 else "more than 6 deep") in reply["message"]
 
 
-def test_what_a_decoder_raises_is_an_error_of_that_message_alone(
+def test_an_exception_in_a_decoder_is_an_error_of_that_message_alone(
     raw: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(frame: bytes, **_: Any) -> None:
@@ -200,17 +200,22 @@ UNREADABLE = {
     "two maps": pack({"version": 1, "type": "stats", "id": "x"}) * 2,
     "no map": pack([1, 2, 3]),
     "deeply nested": b"\x91" * 3000 + b"\xc0",
-    "claims what is not there, in each other": b"\xdd\x00\x04\x00\x00" * 800,
+    "claims missing elements, nested": b"\xdd\x00\x04\x00\x00" * 800,
     "claims four gigabytes": b"\xc6\xff\xff\xff\xff" + b"x" * 10,
     "claims four billion elements": b"\xdd\xff\xff\xff\xff",
     "extension type": pack({"version": 1, "type": msgpack.ExtType(5, b"x"), "id": "bad"}),
     "not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
-    "key that is no string": pack({1: 2}),
-    "parameter whose name is no string": pack({"version": 1, "id": "bad", **generate(), "params": {b"n": 1}}),
+    "key that is not a string": pack({1: 2}),
+    "parameter name that is not a string": pack({"version": 1, "id": "bad", **generate(), "params": {b"n": 1}}),
 }
 
 
-WITH_AN_ID = {"truncated": "bad", "two maps": "x", "extension type": "bad", "parameter whose name is no string": "bad"}
+WITH_AN_ID = {
+    "truncated": "bad",
+    "two maps": "x",
+    "extension type": "bad",
+    "parameter name that is not a string": "bad",
+}
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
@@ -218,7 +223,7 @@ def test_unreadable_bytes_get_an_error(raw: RawClient, name: str) -> None:
     raw.socket.send(UNREADABLE[name])
     reply = raw.receive()
     assert (reply["type"], reply["code"]) == ("error", "invalid_message")
-    assert reply["id"] == WITH_AN_ID.get(name), "an id that can be read is told"
+    assert reply["id"] == WITH_AN_ID.get(name), "the error has the id if the id can be read"
 
 
 @pytest.mark.parametrize("frames", [[b""] * 2, [pack({"version": 1, "type": "stats", "id": "x"})] * 3])
@@ -227,7 +232,7 @@ def test_more_than_one_frame_gets_an_error(raw: RawClient, frames: list[bytes]) 
     reply = raw.receive()
     assert (
         reply["code"] == "invalid_message"
-        and f"one frame (a DEALER socket sends that), found {len(frames)}" in reply["message"]
+        and f"must be one frame, as a DEALER socket sends it (got {len(frames)} frames)" in reply["message"]
     )
 
 
@@ -238,18 +243,16 @@ def test_a_thousand_random_messages_get_a_thousand_errors(raw: RawClient) -> Non
     assert all(raw.receive()["code"] == "invalid_message" for _ in range(1000))
 
 
-def test_a_message_beyond_all_bounds_cuts_only_its_sender_off(raw: RawClient, worker: WorkerOnThread) -> None:
+def test_a_far_too_long_message_disconnects_only_its_sender(raw: RawClient, worker: WorkerOnThread) -> None:
     with RawClient(worker.address) as sender:
         sender.health()
         sender.socket.send(b"x" * (5 * MAX_BYTES))
         sender.socket.set(zmq.RCVTIMEO, 100)
-        assert any(_answers(sender) for _ in range(100))  # its socket connects anew, but what it sent meanwhile is lost
+        assert any(_answers(sender) for _ in range(100))  # its socket reconnects; messages sent before that are lost
     assert raw.health()["state"] == "ready"
 
 
-def test_a_client_that_vanishes_leaves_a_request_that_another_can_ask_for(
-    raw: RawClient, worker: WorkerOnThread
-) -> None:
+def test_another_client_can_join_the_request_of_a_vanished_client(raw: RawClient, worker: WorkerOnThread) -> None:
     with RawClient(worker.address) as vanishing:
         vanishing.generate("vanished")
         assert vanishing.health()["requests"]["open"] == 2
@@ -270,7 +273,7 @@ def _answers(client: RawClient) -> bool:
 
 
 def test_long_messages_of_many_small_values_are_refused_before_they_are_built() -> None:
-    """Each was within the limits of size, and took a quarter of a minute or gigabytes."""
+    """Each is within the size limits. Without the check it took a quarter of a minute, or gigabytes."""
     many = 2_000_000
     packed = msgpack.Packer()
     head = packed.pack("version") + packed.pack(1) + packed.pack("id") + packed.pack("bad")
@@ -290,7 +293,7 @@ def test_long_messages_of_many_small_values_are_refused_before_they_are_built() 
             assert "exceeds" in reply["message"] or "more than" in reply["message"], (name, reply)
 
 
-def test_a_value_that_is_shown_is_shown_in_short() -> None:
+def test_values_in_errors_are_shortened() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = (deep,)

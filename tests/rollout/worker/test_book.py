@@ -1,4 +1,4 @@
-"""The book of requests alone, without sockets and engine: what is counted, whoever is gone."""
+"""The book of requests alone, without sockets and engine: its counters, if clients are gone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MESSAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_an_abort_of_what_waits_counts_once_though_its_client_is_found_gone(kind: str, is_there: bool) -> None:
-    """To tell a client that is gone ends what only it waits for: the same samples, a second time."""
+def test_an_abort_of_a_waiting_request_is_counted_once_even_if_its_client_is_gone(kind: str, is_there: bool) -> None:
+    """A failed send to a client that is gone ends its requests, and here the same samples, a second time."""
     told: list[bytes] = []
 
     def send(identity: bytes, frame: bytes) -> bool:

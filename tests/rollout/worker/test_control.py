@@ -101,25 +101,25 @@ def test_a_drain_that_takes_too_long_changes_nothing(raw: RawClient, engine: Fak
     assert raw.receive_until("done")[-1]["id"] == "a"
 
 
-def test_only_one_drain_at_a_time_and_nothing_else_meanwhile(raw: RawClient, engine: FakeEngine) -> None:
+def test_during_a_drain_lifecycle_calls_are_refused(raw: RawClient, engine: FakeEngine) -> None:
     engine.flow.clear()
     raw.generate("a")
     raw.send("drain", id="drain")
     wait_for(raw, "draining")
     for call in LIFECYCLE:
         error = ask(raw, call)
-        assert error["code"] == "illegal_state" and "found draining" in error["message"], call
+        assert error["code"] == "illegal_state" and "in state draining" in error["message"], call
     engine.flow.set()
     assert raw.receive_until("status")[-1]["id"] == "drain"
 
 
-def test_a_drain_is_about_every_request_before_it(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_drain_covers_every_request_before_it(raw: RawClient, engine: FakeEngine) -> None:
     for number in range(20):
         engine.gate.clear()
         engine.at_gate.clear()
         raw.generate(f"first {number}")
         assert engine.at_gate.wait(timeout=20)
-        raw.send("invalidate", id=f"invalidate {number}")  # waits for the step, and the request behind it waits too
+        raw.send("invalidate", id=f"invalidate {number}")  # waits for the step, as does the request behind it
         raw.generate(f"second {number}")
         raw.send("drain", id=f"drain {number}")
         raw.health()
@@ -131,13 +131,13 @@ def test_a_drain_is_about_every_request_before_it(raw: RawClient, engine: FakeEn
         ask(raw, "resume")
 
 
-def test_new_requests_are_refused_where_that_is_the_setting(engine: FakeEngine) -> None:
+def test_new_requests_are_refused_with_while_unavailable_reject(engine: FakeEngine) -> None:
     with serving(engine, while_unavailable="reject") as running, RawClient(running.address) as raw:
         wait_for(raw, "ready")
         ask(raw, "pause")
         raw.generate("a")
         error = raw.receive()
-        assert error["code"] == "unavailable" and "found paused" in error["message"] and error["id"] == "a"
+        assert error["code"] == "unavailable" and "in state paused" in error["message"] and error["id"] == "a"
         ask(raw, "resume")
         raw.generate("a")
         assert raw.receive_until("done")
@@ -208,7 +208,7 @@ def test_calls_before_the_model_has_loaded_are_refused() -> None:
         calls = {call: {} for call in (*LIFECYCLE, "weights")} | {"abort_push": {"push_id": "0" * 32}}
         for call, fields in calls.items():
             error = ask(raw, call, **fields)
-            assert error["code"] == "illegal_state" and "found state loading" in error["message"], call
+            assert error["code"] == "illegal_state" and "(state loading)" in error["message"], call
         running.worker.drain()
         wait_for(raw, "draining")
         for call, fields in calls.items():
@@ -252,7 +252,7 @@ def test_after_level_2_a_worker_is_dirty_until_a_push(raw: RawClient, engine: Fa
     raw.generate("a")
     for call in ("pause", "resume", "drain"):
         error = ask(raw, call)
-        assert error["code"] == "illegal_state" and "found dirty" in error["message"]
+        assert error["code"] == "illegal_state" and "in state dirty" in error["message"]
     assert engine.requests == []
     with HandPush(raw, NEW) as push:
         assert push.run()["phase"] == "committed"
@@ -290,7 +290,7 @@ def test_running_requests_at_a_sleep(raw: RawClient, engine: FakeEngine, in_flig
         assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
 
 
-def test_draining_what_nothing_computes_is_refused(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_drain_of_requests_that_nothing_computes_is_refused(raw: RawClient, engine: FakeEngine) -> None:
     engine.flow.clear()
     raw.generate("a")
     ask(raw, "pause")
@@ -299,7 +299,7 @@ def test_draining_what_nothing_computes_is_refused(raw: RawClient, engine: FakeE
     assert raw.health()["state"] == "paused"
 
 
-def test_a_drain_of_a_paused_worker_asks_for_what_is_so(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_drain_of_a_paused_worker_is_a_no_op_without_running_requests(raw: RawClient, engine: FakeEngine) -> None:
     ask(raw, "pause")
     raw.generate("later")
     assert ask(raw, "drain")["state"] == "paused" and not engine.requests
@@ -319,19 +319,19 @@ def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
 
 def test_weights_are_written_for_a_push_by_disk(raw: RawClient, engine: FakeEngine, tmp_path: Path) -> None:
     error = ask(raw, "save_weights", folder=str(tmp_path))
-    assert error["code"] == "push_failed" and "own checkpoint; load it" in error["message"]
+    assert error["code"] == "push_failed" and "own checkpoint, not of a push" in error["message"]
     with HandPush(raw, NEW) as push:
         push.run()
     for folder in (tmp_path / "none", tmp_path / "open"):
         (tmp_path / "open").mkdir(exist_ok=True)
         (tmp_path / "open").chmod(0o777)
         error = ask(raw, "save_weights", folder=str(folder))
-        assert error["code"] == "push_failed" and "may write into" in error["message"]
+        assert error["code"] == "push_failed" and "cannot write into" in error["message"]
     assert ask(raw, "save_weights", folder=str(tmp_path))["state"] == "ready"
     (folder,) = tmp_path.glob("version-*")
     assert read_manifest(folder).push_id == push.push_id and read_manifest(folder).weight_version == push.version
     error = ask(raw, "save_weights", folder=str(tmp_path))
-    assert error["code"] == "push_failed" and raw.health()["state"] == "ready", "it is there already"
+    assert error["code"] == "push_failed" and raw.health()["state"] == "ready", "the folder exists already"
 
 
 # Pushes.
@@ -339,7 +339,7 @@ def test_weights_are_written_for_a_push_by_disk(raw: RawClient, engine: FakeEngi
 
 @pytest.mark.parametrize(("version", "is_later"), [(4, True), (3, False), (1, False)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_version_that_is_not_later_is_refused_unless_that_is_allowed(
+def test_a_version_that_is_not_later_needs_allow_older(
     raw: RawClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, version: int, is_later: bool, in_place: bool
 ) -> None:
     assert raw.health()["weight_version"] == 3
@@ -347,16 +347,16 @@ def test_a_version_that_is_not_later_is_refused_unless_that_is_allowed(
         with HandPush(raw, NEW, version) as refused:
             error = refused.begin(in_place=in_place)
         assert error["code"] == "push_failed" and "allow_older" in error["message"]
-        assert f"expected a version later than 3, which this worker serves, found {version};" in error["message"]
+        assert f"version {version} is not later than 3, which this worker serves;" in error["message"]
         assert raw.health()["state"] == "ready" and not engine.actions
     with HandPush(raw, NEW, version) as push:
         push.up_to_verify(allow_older=True, in_place=in_place)
         assert push.commit()["weight_version"] == version
-    assert (f"version {version} takes the place of version 3" in caplog.text) == (not is_later)
+    assert (f"version {version} replaces version 3" in caplog.text) == (not is_later)
 
 
 @pytest.mark.parametrize("lost_by", ["sleep", "push in place"])
-def test_the_version_that_was_lost_may_be_brought_again_and_no_older_one(raw: RawClient, lost_by: str) -> None:
+def test_a_lost_version_may_be_pushed_again_but_no_older_one(raw: RawClient, lost_by: str) -> None:
     if lost_by == "sleep":
         ask(raw, "sleep", level=2, tags=["weights"])
         ask(raw, "wake_up")
@@ -366,14 +366,14 @@ def test_the_version_that_was_lost_may_be_brought_again_and_no_older_one(raw: Ra
             broken.abort()
     assert raw.health()["state"] == "dirty" and raw.health()["weight_version"] == 3
     with HandPush(raw, NEW, version=2) as older:
-        assert "expected a version later than 3" in older.begin()["message"]
+        assert "version 2 is not later than 3" in older.begin()["message"]
     with HandPush(raw, NEW, version=3) as again:
         assert again.run()["weight_version"] == 3
     assert raw.health()["state"] == "ready"
 
 
 @pytest.mark.parametrize("timeout", [1e-6, 20.0])
-def test_what_was_asked_of_a_push_beside_its_commit_is_refused_once(
+def test_a_commit_refuses_the_other_calls_of_its_push_once(
     raw: RawClient, worker: WorkerOnThread, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
     engine.flow.clear()
@@ -381,7 +381,7 @@ def test_what_was_asked_of_a_push_beside_its_commit_is_refused_once(
         bystander.generate("a")
         bystander.health()
         push.up_to_verify()
-        monkeypatch.setattr(Receiver, "take", lambda *_: None)  # it does not come to it before the commit
+        monkeypatch.setattr(Receiver, "take", lambda *_: None)  # the thread does not get to it before the commit
         raw.send("verify_push", id="again", push_id=push.push_id, num_buckets=1)
         raw.send("commit_push", id="commit", push_id=push.push_id, in_flight="drain", timeout=timeout)
         replies = [raw.receive()]
@@ -404,7 +404,7 @@ def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -
         assert not any(torch.equal(engine.weights.live[name], tensor) for name, tensor in NEW.items())
         committed = push.commit()
         assert committed["phase"] == "committed" and committed["weight_version"] == 5
-        assert push.commit()["phase"] == "committed"  # as after a reconnect
+        assert push.commit()["phase"] == "committed"  # a repeated call, for example after a reconnect
     assert_serves(engine, NEW)
     after = ask(raw, "weights")
     assert after["push_id"] == push.push_id and after["weight_version"] == 5
@@ -431,7 +431,7 @@ def test_a_push_with_a_fault_leaves_the_old_weights(raw: RawClient, engine: Fake
             assert replies[-1]["phase"] == "staged"
             replies.append(push.verify())
         assert replies[-1]["code"] == "push_failed"
-        named = {"missing": "missing are a;", "unknown": "tensor nobody:"}.get(spoil, "tensor a:")
+        named = {"missing": "missing: a;", "unknown": "tensor nobody:"}.get(spoil, "tensor a:")
         assert named in replies[-1]["message"]
         assert push.commit()["code"] == "push_failed"
     assert engine.actions == [] and ask(raw, "weights")["push_id"] is None
@@ -460,7 +460,7 @@ def test_a_new_push_ends_the_one_before(raw: RawClient, engine: FakeEngine) -> N
     assert_serves(engine, NEW)
 
 
-def test_a_silent_trainer_is_given_up(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_push_breaks_off_if_no_call_comes(raw: RawClient, engine: FakeEngine) -> None:
     with HandPush(raw, NEW) as push:
         assert push.begin(timeout=0.1)["phase"] == "begun"
         wait_until(lambda: raw.health()["push"] is None)
@@ -468,7 +468,7 @@ def test_a_silent_trainer_is_given_up(raw: RawClient, engine: FakeEngine) -> Non
 
 
 class Hanging:
-    """Pushes to `engine` hang before they begin, until `released`."""
+    """Makes pushes to `engine` hang before they begin, until `released`."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.released = threading.Event()
@@ -499,7 +499,7 @@ def test_a_push_that_hangs_is_given_up(raw: RawClient, hanging: Hanging, in_plac
         assert push.run()["phase"] == "committed"
 
 
-def test_pushes_that_hang_are_few(raw: RawClient, hanging: Hanging, engine: FakeEngine) -> None:
+def test_the_number_of_hanging_pushes_is_limited(raw: RawClient, hanging: Hanging, engine: FakeEngine) -> None:
     with HandPush(raw, NEW) as push:
         for _ in range(pushes.MOST_ABANDONED):
             assert push.begin(timeout=0.1)["code"] == "deadline_exceeded"
@@ -535,7 +535,7 @@ def test_a_call_of_a_push_that_hangs_is_given_up(
             assert push.stage()["phase"] == "staged"
             fields = {"num_buckets": 1}
         raw.send(call, id="hangs", push_id=push.push_id, **fields)
-        assert jumped.wait(20) and other.health(), "which lets the worker look at its clock"
+        assert jumped.wait(20) and other.health(), "a message lets the worker check its clock"
         reply = raw.receive()
         assert reply["code"] == "deadline_exceeded" and "timeout of 20 s" in reply["message"]
         released.set()
@@ -567,7 +567,7 @@ def test_an_aborted_push_is_forgotten(raw: RawClient, engine: FakeEngine) -> Non
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_what_a_push_has_staged_goes_with_it_and_waits_for_no_garbage_collection(
+def test_the_staging_of_a_push_is_freed_without_garbage_collection(
     raw: RawClient, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     staged: list[weakref.ref[FakeStaging]] = []
@@ -640,7 +640,7 @@ def test_a_commit_that_drains_can_be_aborted(worker: WorkerOnThread, raw: RawCli
 
 
 @pytest.mark.parametrize("call", ["sleep", "begin_push"])
-def test_a_call_that_is_refused_leaves_the_push_under_way(raw: RawClient, engine: FakeEngine, call: str) -> None:
+def test_a_refused_call_does_not_end_the_current_push(raw: RawClient, engine: FakeEngine, call: str) -> None:
     engine.flow.clear()
     raw.generate("a")
     wait_until(lambda: len(engine.requests) == 1)
@@ -662,7 +662,7 @@ def test_a_call_that_is_refused_leaves_the_push_under_way(raw: RawClient, engine
 
 
 @pytest.mark.parametrize("fields", [dict(dtype="bfloat16"), dict(base="1" * 32)], ids=["dtype", "base"])
-def test_a_begin_in_place_that_cannot_go_well_interrupts_nothing(
+def test_an_invalid_begin_in_place_interrupts_nothing(
     raw: RawClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     engine.flow.clear()
@@ -676,7 +676,7 @@ def test_a_begin_in_place_that_cannot_go_well_interrupts_nothing(
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["disk", "shared"])
-def test_a_source_that_is_refused_in_place_interrupts_nothing(
+def test_a_refused_source_in_place_interrupts_nothing(
     raw: RawClient, engine: FakeEngine, tmp_path: Path, is_folder: bool
 ) -> None:
     gone = {"kind": "shared", "name": f"trueroll-{'0' * 32}", "slot_bytes": 4096, "num_slots": 2}
@@ -689,7 +689,7 @@ def test_a_source_that_is_refused_in_place_interrupts_nothing(
         reply = push.begin(in_place=True, in_flight="abort", source=source)
         assert reply["code"] == "push_failed" and source["kind"] in reply["message"]
         assert raw.health()["state"] == "ready" and engine.actions == []
-        assert before.commit()["phase"] == "committed", "the push under way goes on"
+        assert before.commit()["phase"] == "committed", "the current push goes on"
     engine.flow.set()
     assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
     assert_serves(engine, NEW)
@@ -764,7 +764,7 @@ def test_a_begin_that_waits_can_be_aborted(worker: WorkerOnThread, raw: RawClien
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_abort_that_comes_too_late_tells_how_it_ended(
+def test_an_abort_that_comes_too_late_is_answered_with_the_outcome(
     worker: WorkerOnThread, raw: RawClient, engine: FakeEngine, in_place: bool
 ) -> None:
     with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
@@ -836,11 +836,11 @@ def test_dropping_the_weights_ends_a_push(raw: RawClient, engine: FakeEngine) ->
         assert push.commit()["code"] == "push_failed" and raw.health()["state"] == "dirty"
 
 
-# The end.
+# Shutdown.
 
 
 @pytest.mark.parametrize("call", ["pause", "sleep"])
-def test_a_worker_that_generates_nothing_ends_with_what_it_has(engine: FakeEngine, call: str) -> None:
+def test_a_held_worker_shuts_down_with_partial_samples(engine: FakeEngine, call: str) -> None:
     with serving(engine, drain_seconds=600.0) as running, RawClient(running.address) as raw:
         wait_for(raw, "ready")
         engine.flow.clear()
@@ -855,7 +855,7 @@ def test_a_worker_that_generates_nothing_ends_with_what_it_has(engine: FakeEngin
         running.join()
 
 
-def test_calls_that_wait_are_answered_at_the_end(engine: FakeEngine) -> None:
+def test_pending_calls_are_answered_at_shutdown(engine: FakeEngine) -> None:
     with serving(engine) as running, RawClient(running.address) as raw:
         wait_for(raw, "ready")
         engine.flow.clear()
@@ -875,7 +875,7 @@ def test_calls_that_wait_are_answered_at_the_end(engine: FakeEngine) -> None:
                 push.call("abort_push"),
             )
             for reply in calls:
-                assert reply["code"] == "unavailable", "a fleet's publisher goes on without this worker"
+                assert reply["code"] == "unavailable", "a fleet's publisher can then go on without this worker"
             engine.flow.set()
             assert raw.receive_until("done")
 
@@ -902,7 +902,7 @@ def test_the_client_has_the_lifecycle_calls(worker: WorkerOnThread, raw: RawClie
         assert client.pause().state == "paused" and client.resume().state == "ready"
         assert client.drain(timeout=5.0).state == "paused" and client.resume().state == "ready"
         assert client.sleep(2, ["kv_cache"], in_flight="abort").state == "asleep"
-        with pytest.raises(IllegalStateError, match="found asleep"):
+        with pytest.raises(IllegalStateError, match="in state asleep"):
             client.pause()
         assert client.wake_up().state == "ready" and client.invalidate_prefix_cache().weight_version == 3
         engine.flow.clear()

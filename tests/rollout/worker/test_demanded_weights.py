@@ -1,4 +1,4 @@
-"""Requests that demand newer weights than a worker serves: they are refused, or wait for the push that brings them."""
+"""Requests that demand newer weights than a worker serves. They are refused, or wait for a push of such weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trueroll.rollout.worker import book
 
 NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 SERVED, LATER = 3, 5
-"""What the fake engine begins with, and what `HandPush` brings."""
+"""The version that the fake engine begins with, and the version that `HandPush` brings."""
 PROMPT = np.array([1, 2, 3], "<i4").tobytes()
 
 
 def demand(client: RawClient, id: str, version: int = LATER, waits: bool = True, **fields: Any) -> None:
-    """Ask for four tokens, by default from weights that are not there yet, without waiting for an answer."""
+    """Ask for four tokens, by default from weights that have not been pushed yet. Does not wait for a reply."""
     params = dict(max_tokens=4, seed=7) | fields.pop("params", {})
     fields |= dict(min_weight_version=version, wait_for_weights=waits)
     client.send("generate", id=id, prompt_token_ids=PROMPT, params=params, **fields)
@@ -46,7 +46,7 @@ def versions(replies: list[dict[str, Any]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("version", [0, SERVED])
-def test_weights_that_are_served_are_enough(raw: RawClient, version: int) -> None:
+def test_demands_for_served_versions_are_met(raw: RawClient, version: int) -> None:
     demand(raw, "a", version, waits=False)
     assert versions(raw.receive_until("done", "error")) == [[[SERVED, 0, 4]]]
 
@@ -57,18 +57,21 @@ def test_older_weights_are_refused_and_the_id_is_free_again(raw: RawClient, engi
     raw.send(type, id="a", min_weight_version=LATER, **fields)
     error = raw.receive()
     assert (error["type"], error["code"], error["id"]) == ("error", "stale_weights", "a")
-    assert "version 5 or later, found version 3" in error["message"] and "push again" in error["message"]
+    assert (
+        "needs version 5 or later, but the worker serves version 3" in error["message"]
+        and "push again" in error["message"]
+    )
     assert num_open(raw) == 0 and not engine.requests
     raw.send(type, id="a", min_weight_version=SERVED, **fields)
     assert raw.receive_until("done", "scores", "error")[-1]["type"] != "error"
 
 
-def test_waiting_requests_begin_with_the_commit_in_their_order(raw: RawClient, engine: FakeEngine) -> None:
+def test_waiting_requests_begin_in_order_with_the_commit(raw: RawClient, engine: FakeEngine) -> None:
     demand(raw, "far", LATER + 1)
     demand(raw, "a")
     raw.send("score", id="s", token_ids=PROMPT, min_weight_version=LATER, wait_for_weights=True)
     raw.generate("anyone")
-    assert versions(raw.receive_until("done")) == [[[SERVED, 0, 4]]], "others pass by"
+    assert versions(raw.receive_until("done")) == [[[SERVED, 0, 4]]], "other requests do not wait"
     assert num_open(raw) == 3 and [request.id for request in engine.requests] == ["anyone"]
     push(raw)
     assert num_open(raw) >= 1
@@ -81,7 +84,7 @@ def test_waiting_requests_begin_with_the_commit_in_their_order(raw: RawClient, e
 
 
 @pytest.mark.parametrize("how", ["commit", "in place"])
-def test_a_push_that_drains_does_not_wait_for_what_waits_for_it(raw: RawClient, how: str) -> None:
+def test_a_push_that_drains_does_not_wait_for_requests_that_wait_for_it(raw: RawClient, how: str) -> None:
     demand(raw, "a")
     with HandPush(raw, NEW) as push:
         push.up_to_verify(in_place=how == "in place", in_flight="drain")
@@ -90,7 +93,7 @@ def test_a_push_that_drains_does_not_wait_for_what_waits_for_it(raw: RawClient, 
     assert replies[0]["id"] == "commit" and versions(replies) == [[[LATER, 0, 4]]]
 
 
-def test_a_push_that_breaks_off_lets_them_wait_on(raw: RawClient, engine: FakeEngine) -> None:
+def test_requests_keep_waiting_after_a_failed_push(raw: RawClient, engine: FakeEngine) -> None:
     demand(raw, "a")
     with HandPush(raw, NEW) as broken:
         broken.up_to_verify()
@@ -101,7 +104,7 @@ def test_a_push_that_breaks_off_lets_them_wait_on(raw: RawClient, engine: FakeEn
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_one_that_comes_while_nothing_can_begin_is_judged_when_it_can(raw: RawClient, waits: bool) -> None:
+def test_a_demand_during_a_pause_is_checked_after_it(raw: RawClient, waits: bool) -> None:
     ask(raw, "pause")
     demand(raw, "a", waits=waits)
     demand(raw, "b", LATER + 1, waits=False)
@@ -112,7 +115,7 @@ def test_one_that_comes_while_nothing_can_begin_is_judged_when_it_can(raw: RawCl
     assert [(reply["id"], reply["code"]) for reply in replies if reply["type"] == "error"] == [("b", "stale_weights")]
 
 
-def test_while_it_loads_a_worker_waits_for_the_version_that_it_will_have(engine: FakeEngine) -> None:
+def test_demands_during_loading_are_checked_after_it(engine: FakeEngine) -> None:
     may_load = threading.Event()
 
     def load() -> FakeEngine:
@@ -123,7 +126,7 @@ def test_while_it_loads_a_worker_waits_for_the_version_that_it_will_have(engine:
     with RawClient(running.address) as raw:
         demand(raw, "enough", SERVED, waits=False)
         demand(raw, "stale", waits=False)
-        demand(raw, "given up", params=dict(max_tokens=None))  # whose number follows from the model
+        demand(raw, "given up", params=dict(max_tokens=None))  # the model will give the number
         demand(raw, "waits")
         raw.send("abort", id="abort", request_id="given up")
         assert [reply["type"] for reply in raw.receive_until("aborted")] == ["sample", "done", "aborted"]
@@ -144,7 +147,9 @@ def test_while_it_loads_a_worker_waits_for_the_version_that_it_will_have(engine:
     assert running.error is None
 
 
-def test_a_join_must_agree_and_gets_the_same(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+def test_a_join_must_have_the_same_demand_and_gets_the_same_samples(
+    worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
+) -> None:
     demand(raw, "a", caller="x")
     with RawClient(worker.address) as other:
         for version, waits in ((LATER + 1, True), (LATER, False)):
@@ -170,7 +175,7 @@ def test_waiting_requests_count_against_the_limits(engine: FakeEngine) -> None:
         assert num_open(raw) == 2
 
 
-def test_an_abort_ends_what_waits_and_computes_nothing(raw: RawClient, engine: FakeEngine) -> None:
+def test_an_abort_of_a_waiting_request_computes_nothing(raw: RawClient, engine: FakeEngine) -> None:
     demand(raw, "a", params=dict(n=3, logprobs=None))
     raw.send("score", id="s", token_ids=PROMPT, min_weight_version=LATER, wait_for_weights=True)
     for number, (id, index, ended) in enumerate(
@@ -202,7 +207,7 @@ def test_a_sample_aborted_while_it_waited_is_not_computed_later(raw: RawClient, 
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_a_worker_that_ends_ends_what_waits_as_aborted(engine: FakeEngine, is_paused: bool) -> None:
+def test_a_shutdown_aborts_waiting_requests(engine: FakeEngine, is_paused: bool) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         demand(raw, "a", params=dict(n=2))
         raw.send("score", id="s", token_ids=PROMPT, min_weight_version=LATER, wait_for_weights=True)
@@ -219,7 +224,7 @@ def test_a_worker_that_ends_ends_what_waits_as_aborted(engine: FakeEngine, is_pa
     assert worker.error is None and not engine.requests
 
 
-def test_a_worker_that_ends_while_it_loads_says_so_to_those_who_wait(engine: FakeEngine) -> None:
+def test_a_shutdown_during_loading_refuses_waiting_requests(engine: FakeEngine) -> None:
     may_load = threading.Event()
 
     def load() -> FakeEngine:
@@ -239,7 +244,7 @@ def test_a_worker_that_ends_while_it_loads_says_so_to_those_who_wait(engine: Fak
     assert running.error is None
 
 
-def test_a_model_that_is_loaded_in_the_middle_of_a_message_loses_no_reply(
+def test_no_reply_is_lost_if_the_model_loads_while_a_message_is_handled(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
@@ -264,7 +269,7 @@ def test_a_model_that_is_loaded_in_the_middle_of_a_message_loses_no_reply(
     assert running.error is None
 
 
-def test_what_nobody_waits_for_any_more_does_not_wait_for_weights(raw: RawClient, worker: WorkerOnThread) -> None:
+def test_a_request_without_clients_does_not_wait_for_weights(raw: RawClient, worker: WorkerOnThread) -> None:
     with RawClient(worker.address) as gone:
         demand(gone, "a", params={"n": 3})
         demand(gone, "b")
@@ -278,10 +283,10 @@ def test_what_nobody_waits_for_any_more_does_not_wait_for_weights(raw: RawClient
     assert [reply["id"] for reply in raw.receive_until("done")] == ["b", "b"]
 
 
-# The clients.
+# Through the clients.
 
 
-def test_a_sample_that_was_aborted_while_it_waited_goes_on_with_its_records(worker: WorkerOnThread) -> None:
+def test_a_sample_aborted_while_waiting_can_be_continued(worker: WorkerOnThread) -> None:
     async def generate() -> None:
         async with AsyncRolloutClient(worker.address) as client:
             params = SamplingParams(max_tokens=4, top_logprobs=3)
@@ -299,11 +304,11 @@ def test_a_sample_that_was_aborted_while_it_waited_goes_on_with_its_records(work
     asyncio.run(generate())
 
 
-def test_the_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:
+def test_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:
     with RolloutClient(worker.address) as client, RawClient(worker.address) as raw:
         stale: dict[str, Any] = dict(min_weight_version=LATER)
         for call in (client.generate, client.score, lambda *args, **fields: list(client.stream(*args, **fields))):
-            with pytest.raises(StaleWeightsError, match="expected weights of version 5 or later, found version 3"):
+            with pytest.raises(StaleWeightsError, match="needs version 5 or later, but the worker serves version 3"):
                 call([[1, 2]], **stale)
             with pytest.raises(InvalidRequestError, match="wait_for_weights: it needs min_weight_version"):
                 call([[1, 2]], wait_for_weights=True)
@@ -316,7 +321,7 @@ def test_the_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:
         assert len(list(client.stream([[1, 2]], **stale))) == 1
 
 
-def test_a_wait_survives_a_lost_connection_and_a_call_that_is_cancelled_ends_it(
+def test_a_wait_survives_a_lost_connection_and_ends_with_a_cancelled_call(
     worker: WorkerOnThread, engine: FakeEngine
 ) -> None:
     async def run() -> None:
@@ -336,7 +341,7 @@ def test_a_wait_survives_a_lost_connection_and_a_call_that_is_cancelled_ends_it(
             await asyncio.to_thread(push_by_itself)
             [group] = await kept
             assert [span.version for span in group.samples[0].weight_versions] == [LATER]
-            assert client._connection._window is not window, "it connected anew"
+            assert client._connection._window is not window, "the client has reconnected"
 
     def push_by_itself() -> None:
         with RawClient(worker.address) as raw:

@@ -1,4 +1,4 @@
-"""The states of a worker as a table: what leads where, which calls a state allows, and what is refused."""
+"""The states of a worker as a table: legal moves, the calls that a state allows, and refusals."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def in_state(state: State) -> Lifecycle:
     return lifecycle
 
 
-def test_the_tables_know_every_state() -> None:
+def test_the_tables_have_every_state() -> None:
     assert set(STATES) == set(LEGAL_MOVES) == set(get_args(State))
     assert all(moves <= set(get_args(State)) for moves in (*LEGAL_MOVES.values(), *LEGAL_CALLS.values()))
 
 
 def documented_calls() -> dict[str, set[str]]:
-    """The table "call, possible in" of docs/protocol.md."""
+    """Return the table "call, possible in" of docs/protocol.md."""
     rows = re.findall(r"^\| (`.+`) \| (.+) \|$", PAGE.split("| call | possible in |\n")[1].split("\n\n")[0], re.M)
     table: dict[str, set[str]] = {}
     before: set[str] = set()
@@ -75,7 +75,7 @@ def documented_calls() -> dict[str, set[str]]:
     return table
 
 
-def test_the_page_says_which_calls_a_state_allows() -> None:
+def test_the_documentation_lists_the_calls_that_a_state_allows() -> None:
     documented = documented_calls()
     assert LEGAL_CALLS.keys() <= documented.keys() and len(documented) == 14
     for call, states in documented.items():
@@ -89,13 +89,13 @@ def test_a_call_that_a_state_does_not_allow_names_the_state(call: str, state: St
     if state in LEGAL_CALLS[call]:
         lifecycle.check(call)
     else:
-        with pytest.raises(IllegalStateError, match=f"^{call}: expected state .*, found {state}; "):
+        with pytest.raises(IllegalStateError, match=f"^{call}: is not allowed in state {state} .needs .*; "):
             lifecycle.check(call)
     assert lifecycle.state == state
 
 
 @pytest.mark.parametrize("state", sorted(set(get_args(State)) - {"loading", "failed"}))
-def test_a_worker_that_ends_allows_none_of_these_calls_but_to_describe_its_weights(state: State) -> None:
+def test_during_a_shutdown_only_weights_is_allowed(state: State) -> None:
     lifecycle = in_state(state)
     lifecycle.start_ending()
     assert lifecycle.state == "draining"
@@ -126,7 +126,7 @@ def test_waking_in_stages_after_the_weights_were_dropped() -> None:
     assert lifecycle.state == "ready" and not lifecycle.standing.is_held
 
 
-def test_without_a_push_a_woken_worker_without_weights_is_dirty() -> None:
+def test_a_woken_worker_without_weights_is_dirty_until_a_push() -> None:
     lifecycle = in_state("ready")
     fall_asleep(lifecycle, drops_weights=True)
     wake_up(lifecycle, *ALL_TAGS)

@@ -1,4 +1,4 @@
-"""The worker as a process of its own, with the fake engine: how it starts, how it ends, what its clients see."""
+"""The worker as a process of its own, with the fake engine: its start, its end, and the effects on clients."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SECONDS = 60
 
 
 def wait_for_end(process: WorkerProcess) -> int:
-    """The exit code, negative for a signal."""
+    """Return the exit code. It is negative for a signal."""
     return process._process.wait(SECONDS)
 
 
-def test_it_serves_and_ends_clean() -> None:
+def test_a_worker_process_serves_and_ends_cleanly() -> None:
     with fake_process() as process, RolloutClient(process.address) as client:
         check_group(client.generate([[1]], SamplingParams(n=3, max_tokens=5))[0], 3)
         assert process.exit_code is None and os.path.exists(process.address.removeprefix("ipc://"))
@@ -45,7 +45,7 @@ def test_it_serves_and_ends_clean() -> None:
     process.close()
 
 
-def test_a_worker_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
+def test_a_worker_raises_its_descriptor_limit() -> None:
     soft = 200
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert hard > soft
@@ -56,7 +56,7 @@ def test_a_worker_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(1, "Operation not permitted"), ValueError("not allowed")])
-def test_a_descriptor_limit_that_cannot_be_raised_is_said_and_kept(
+def test_a_descriptor_limit_that_cannot_be_raised_is_logged_and_kept(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -99,7 +99,7 @@ def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
         ask(other, "pause")
         other.generate("long", n=2, max_tokens=490)
         other.generate("longer", n=2, max_tokens=490)
-        other.health()  # answered after the requests were taken
+        other.health()  # the reply comes after the requests were received
         raw.generate("bad", prompt=[FAIL_IN_STEP])
         raw.send("resume", id="resume")
         assert "broken step" in raw.receive_until("error")[-1]["message"]
@@ -109,7 +109,7 @@ def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
         assert wait_for_end(process) == 1
 
 
-def test_sigterm_finishes_what_runs() -> None:
+def test_sigterm_finishes_running_requests() -> None:
     with fake_process() as process, RawClient(process.address) as raw:
         raw.generate("a", prompt=[SLOW_STEP], max_tokens=40)
         raw.health()
@@ -128,7 +128,7 @@ def test_sigterm_returns_partial_output_at_the_deadline() -> None:
         assert wait_for_end(process) == 0
 
 
-def test_sigterm_during_a_long_load_ends_clean(tmp_path: Path) -> None:
+def test_sigterm_during_a_long_load_ends_cleanly(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/worker.sock"
     settings = {"worker": {"address": address, "drain_seconds": 0.2}, "engine": {"model": "slow"}}
     command = (sys.executable, str(Path(__file__).parents[2] / "fake_worker.py"))
@@ -143,18 +143,18 @@ def test_sigterm_during_a_long_load_ends_clean(tmp_path: Path) -> None:
         assert process.wait(SECONDS) == 0
 
 
-def test_an_engine_that_hangs_cannot_keep_the_process() -> None:
+def test_an_engine_that_hangs_does_not_keep_the_process() -> None:
     with fake_process(drain_seconds=0.0) as process, RawClient(process.address) as raw:
         raw.generate("a", prompt=[HANG_IN_STEP])
         while raw.health()["requests"]["running"] < 1:
             pass
         os.kill(process.pid, signal.SIGTERM)
         error = raw.receive_until("error")[-1]
-        assert error["code"] == "worker_failed" and "did not end" in error["message"]
+        assert error["code"] == "worker_failed" and "did not abort" in error["message"]
         assert wait_for_end(process) == 1
 
 
-def test_a_killed_worker_is_lost_and_nobody_waits_for_ever() -> None:
+def test_a_killed_worker_is_lost_and_no_call_waits_forever() -> None:
     errors: list[BaseException] = []
 
     def generate(client: RolloutClient) -> None:
@@ -222,7 +222,7 @@ def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
 
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 @thinned(lambda transport: transport == "collective")
-def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: Transport) -> None:
+def test_sigterm_during_a_push_is_an_orderly_shutdown(transport: Transport) -> None:
     with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=10.0) as publisher:
         publisher.connect([worker.address])
 

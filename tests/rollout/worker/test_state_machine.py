@@ -1,9 +1,8 @@
-"""A worker with a real engine, driven through its socket by random calls, against the rules written down once more.
+"""A worker with a real engine, driven through its socket by random calls, against a second statement of the rules.
 
-The machine keeps its own account of the worker's state, of the push under way and of every request, and judges each
-reply by it. The engine takes only the steps it is allowed to (`GatedEngine`), so that calls meet requests that run.
-Every token that comes back is computed once more, by a fresh engine with the weights of the version that the sample
-names.
+The machine keeps its own account of the worker's state, of the current push and of every request, and checks each
+reply against it. The engine takes only the allowed steps (`GatedEngine`), so that calls meet running requests.
+Every received token is computed again by a fresh engine with the weights of the version in the sample's spans.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ PROFILE = settings(derandomize=True, deadline=None, max_examples=150, stateful_s
 PATIENCE = 20.0
 FREELY = float("inf")
 GOLDEN = 0x9E3779B97F4A7C15
-"""The step between the seeds of a group's samples: sample i of seed s draws as sample 0 of s + i * GOLDEN does."""
+"""The step between the seeds of a group's samples: sample i with seed s equals sample 0 with seed s + i * GOLDEN."""
 
 Prompt = tuple[int, ...]
 happened: Counter[str] = Counter()
-"""What occurred in the whole test."""
+"""Number of occurrences of each event in the whole test."""
 IN_RANDOM_ORDER = [
     *(f"commit_push {policy} with running requests" for policy in ("recompute", "abort", "drain")),
     *(f"sleep {policy} with running requests" for policy in ("recompute", "abort")),
@@ -69,7 +68,7 @@ IN_RANDOM_ORDER = [
     "recomputed",
     "ended early",
 ]
-"""What must occur in `test_any_order_of_calls`."""
+"""Events that must occur in `test_any_order_of_calls`."""
 IN_SCRIPTS = [
     *(f"{call} drain with running requests" for call in ("begin_push", "sleep")),
     "begin_push recompute with running requests",
@@ -85,14 +84,14 @@ IN_SCRIPTS = [
     "samples of 3 versions",
     "ended while a call waited",
 ]
-"""What must occur in `test_each_kind_of_call`."""
+"""Events that must occur in `test_each_kind_of_call`."""
 
 
-# The weights that are pushed, and what they must give.
+# The pushed weights, and their expected results.
 
 
 class Reference:
-    """What a fresh engine makes of requests with the weights of one checkpoint, each computed once."""
+    """The results of requests in a fresh engine with the weights of one checkpoint, each computed once."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = read_tensors(folder)
@@ -101,7 +100,7 @@ class Reference:
         self._known: dict[Any, Output] = {}
 
     def learn(self, keys: Sequence[Any]) -> None:
-        """Compute what is not known yet. A key: (prompt, SamplingParams), or (tokens, Distribution) for a score."""
+        """Compute unknown results. A key is (prompt, SamplingParams), or (tokens, Distribution) for a score."""
         missing = {str(number): key for number, key in enumerate(dict.fromkeys(keys)) if key not in self._known}
         if not missing:
             return
@@ -119,7 +118,7 @@ class Reference:
 
 
 class GatedEngine(Engine):
-    """An engine that steps only as often as it is allowed to. `is_idle`: it would step, but may not."""
+    """An engine that takes only the allowed number of steps. `is_idle`: set while it would step, but may not."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         super().__init__(config, loaded)
@@ -145,12 +144,12 @@ class GatedEngine(Engine):
         return []
 
 
-# The rules, as the protocol's documentation has them.
+# The rules, as the documentation of the protocol states them.
 
 
 @dataclass
 class Rules:
-    """The state of a worker, and what each call makes of it. `busy`: the state while a call waits for requests."""
+    """The state of a worker, and the effect of each call. `busy`: the state while a call waits for requests."""
 
     paused: bool = False
     sleeping: frozenset[str] = frozenset()
@@ -179,7 +178,7 @@ class Rules:
         return self.busy is None
 
     def apply(self, call: str, fields: dict[str, Any]) -> None:
-        """A call has succeeded."""
+        """Apply the effect of a successful call."""
         if call in ("pause", "resume", "drain"):
             self.paused = call != "resume"
         elif call == "sleep":
@@ -203,7 +202,7 @@ class Rules:
 
 @dataclass(eq=False)
 class Push:
-    """A push, and how far it should have come."""
+    """A push, and the phase that it should have reached."""
 
     hand: HandPush
     in_place: bool
@@ -212,7 +211,7 @@ class Push:
 
 @dataclass(eq=False)
 class Pending:
-    """A call that waits until the engine has nothing unfinished."""
+    """A call that waits until the engine has no unfinished requests."""
 
     id: str
     call: str
@@ -221,7 +220,7 @@ class Pending:
 
 
 class Received(NamedTuple):
-    """A reply, and the positions in the history of versions from which and up to which its tokens may come."""
+    """A reply, and the first and last positions in the history of versions that its tokens may come from."""
 
     message: dict[str, Any]
     first: int
@@ -230,9 +229,9 @@ class Received(NamedTuple):
 
 @dataclass(eq=False)
 class Asked:
-    """A request: what was sent, and all that came back. `served`: where in the history of versions it began.
+    """A request as sent, and all its replies. `served`: position in the history of versions at which it began.
 
-    `in_engine`: whether the worker has given it to its engine; None where that depends on time.
+    `in_engine`: True if the worker has given it to its engine; None if that depends on time.
     """
 
     message: dict[str, Any]
@@ -251,7 +250,7 @@ class Asked:
 
     @property
     def unfinished(self) -> set[int]:
-        """Indices of samples that have not come back. A score counts as one."""
+        """Indices of samples that have not arrived. A score counts as one sample."""
         if self.ends:
             return set()
         count = self.params.n if isinstance(self.params, SamplingParams) else 1
@@ -259,7 +258,7 @@ class Asked:
 
 
 class Inbox(RawClient):
-    """A client that shows every message to `note` on its way."""
+    """A client that passes every received message to `note`."""
 
     def __init__(self, address: str, note: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(address)
@@ -271,7 +270,7 @@ class Inbox(RawClient):
         return message
 
 
-# What the rules draw.
+# The values that the rules draw.
 
 Load = tuple[list[Prompt], dict[str, Any], int]
 
@@ -289,7 +288,7 @@ STYLES = st.sampled_from(
 )
 SOME_LOAD = st.tuples(st.lists(PROMPTS, min_size=1, max_size=3), STYLES, st.integers(2, 12))
 LOADS = st.one_of(st.none(), SOME_LOAD)
-"""Requests that are to run when a call is made, if the worker is ready."""
+"""Requests that run when a call is made, if the worker is ready."""
 TAGS = st.sampled_from([["weights", "kv_cache"], ["kv_cache"], ["weights"]])
 PLACES = st.integers(0, 59)
 IN_PLACE = st.sampled_from([False, False, True])
@@ -309,7 +308,7 @@ UNAWAITED = st.one_of(
 
 
 class ServedEngine(RuleBasedStateMachine):
-    """One example: one worker. Subclasses have `references`, by which each push's weights are known."""
+    """One example with one worker. Subclasses set `references`: the weights of the pushes."""
 
     references: ClassVar[list[Reference]]
     config: ClassVar[EngineConfig]
@@ -340,7 +339,7 @@ class ServedEngine(RuleBasedStateMachine):
     # Messages.
 
     def note(self, message: dict[str, Any]) -> None:
-        """Keeps a message. The worker sends in the order of what happened, so `history` tells what was served then."""
+        """Keep a message. Messages come in the order of events, so that `history` ends with the version served then."""
         id = message["id"]
         if id in self.requests:
             asked = self.requests[id]
@@ -372,7 +371,7 @@ class ServedEngine(RuleBasedStateMachine):
     # Calls that change the state.
 
     def operate(self, call: str, fields: dict[str, Any], push: Push | None = None) -> bool:
-        """Make a call, and check what becomes of it; whether it succeeded at once."""
+        """Make a call and check its effects. Return whether it succeeded at once."""
         self.sync()
         policy = "drain" if call == "drain" else fields.get("in_flight")
         if call == "begin_push" and not fields["in_place"]:
@@ -397,7 +396,7 @@ class ServedEngine(RuleBasedStateMachine):
             happened[f"{call} {policy} with running requests"] += 1
         self.finish(Pending(id, call, fields, push))
         if policy == "drain" and is_held:
-            unsure = []  # a worker that is held drains if the engine has none of them: they wait, or had ended
+            unsure = []  # a held worker drains if the engine has none of them: they wait, or had ended
         self.check_policy(call, policy, running, unsure, waiting)
         return True
 
@@ -421,7 +420,7 @@ class ServedEngine(RuleBasedStateMachine):
         happened[f"{pending.call} drain with running requests"] += 1
 
     def finish(self, pending: Pending) -> None:
-        """The call must succeed now."""
+        """Check that the call succeeds now, and apply it."""
         reply = self.wait(pending.id)
         self.told.busy = None
         if pending.call == "begin_push":
@@ -457,19 +456,19 @@ class ServedEngine(RuleBasedStateMachine):
         elif policy == "abort":
             happened[f"{call} abort ended requests"] += len(still_open) < len(running) and not self.is_free
             for asked in still_open if call == "commit_push" else ():
-                asked.served = len(self.history) - 1  # only what had not begun goes on
+                asked.served = len(self.history) - 1  # only requests that had not begun continue
         else:
             assert len(still_open) == len(running + unsure) or self.is_free
 
     def sync(self) -> None:
-        """Take in all that has happened; a call that waited for requests is answered once none is left."""
+        """Process all events so far. A call that waited for requests is answered once none is left."""
         self.catch_up()
         if self.pending is not None and not self.open_requests(True):
             pending, self.pending = self.pending, None
             self.finish(pending)
 
     def catch_up(self) -> None:
-        """Receive what the engine has put out. The worker reads messages several at a time, events before them."""
+        """Receive the outputs of the engine. The worker reads several messages at a time, and events before them."""
         deadline = time.monotonic() + PATIENCE
         while not self.worker.worker._inbox._items.empty():
             assert time.monotonic() < deadline, "the worker hangs"
@@ -493,7 +492,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=4), style=STYLES, steps=st.integers(2, 12))
     def generate_for_a_while(self, prompts: list[Prompt], style: dict[str, Any], steps: int) -> None:
-        """Leaves requests that run, in an example where the engine is gated."""
+        """Start requests, which keep running in examples with a gated engine."""
         for prompt in prompts:
             self.generate(prompt, 2, 20, style, 5)
         self.take_steps(steps)
@@ -533,7 +532,7 @@ class ServedEngine(RuleBasedStateMachine):
             asked.in_engine = True
 
     def carry(self, load: Load | None) -> None:
-        """Lets requests run, a score half-way among them if there is room for it."""
+        """Start requests, and a score that gets half-way if there is room for it."""
         if load is not None and self.told.state == "ready":
             self.generate_for_a_while(*load)
             self.score(load[0][0], list(range(40, 60)))
@@ -553,7 +552,7 @@ class ServedEngine(RuleBasedStateMachine):
         self.sync()
         if self.is_free or self.told.standing != "ready":
             return
-        # Where a call waits, other requests may run after it, and must not have what is left of the steps.
+        # If a call waits, other requests may run after it. They must not get the remaining steps.
         at_once = steps if self.pending is None else 1
         for _ in range(0, steps, at_once):
             self.engine.allow(at_once)
@@ -588,14 +587,14 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(tags=TAGS, level=st.sampled_from([None, 1, 2]))
     def wake_up(self, tags: list[str], level: int | None) -> None:
-        """From a sleep of `level`, if the worker is ready."""
+        """Wake up, from a sleep of `level` if the worker is ready."""
         if level is not None and self.told.state == "ready":
             self.operate("sleep", dict(level=level, tags=["weights", "kv_cache"], in_flight="recompute"))
         self.operate("wake_up", dict(tags=tags))
 
     @rule(calls=st.lists(UNAWAITED, min_size=2, max_size=4))
     def call_without_waiting(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
-        """Calls that succeed do so one after the other; one that comes while another is done may be refused."""
+        """Successful calls succeed one after the other. A call that comes while another one runs may be refused."""
         self.sync()
         if self.pending is not None:
             return
@@ -689,7 +688,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=POLICIES, load=SOME_LOAD)
     def push_into_running(self, weights: int, in_place: bool, policy: str, load: Load) -> None:
-        """A push whose commit meets requests, whatever the state was."""
+        """Push so that the commit meets running requests, whatever the state was."""
         self.recover(weights)
         self.push(weights, in_place, policy, None, load)
 
@@ -732,7 +731,7 @@ class ServedEngine(RuleBasedStateMachine):
         assert reply.get("code") in codes, reply
         happened["calls for a push that is over"] += 1
 
-    # Looking, and getting well.
+    # Observation and recovery.
 
     @rule()
     def look(self) -> None:
@@ -748,7 +747,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(weights=st.integers(0, 3))
     def recover(self, weights: int) -> None:
-        """Back to ready, by whatever it takes."""
+        """Bring the worker back to `ready`, with every call that this needs."""
         if self.told.state == "ready":
             return
         while self.pending is not None:
@@ -788,7 +787,7 @@ class ServedEngine(RuleBasedStateMachine):
         assert (memory["kv_cache"] == 0) == ("kv_cache" in self.told.sleeping), memory
         assert memory["weights"] > 0 or self.told.dirty
 
-    # The end.
+    # Shutdown.
 
     def teardown(self) -> None:
         if not hasattr(self, "client"):
@@ -844,7 +843,7 @@ class ServedEngine(RuleBasedStateMachine):
 
 
 def _pick(items: Sequence[Any], which: int) -> Any:
-    """What there is to choose from can depend on time, while what is drawn must not."""
+    """Choose an item. `items` may depend on time, but the drawn number must not."""
     return items[which % len(items)]
 
 
@@ -852,12 +851,12 @@ def _tokens(prompt: Prompt) -> bytes:
     return np.array(prompt, "<i4").tobytes()
 
 
-# The verdict on what came back.
+# The check of the replies.
 
 
 @dataclass
 class Judge:
-    """`weights`: of which reference each version has its weights. `history`: the versions served, in order."""
+    """Checks replies. `weights`: index of the reference of each version. `history`: the served versions, in order."""
 
     references: list[Reference]
     weights: dict[int, int]
@@ -866,14 +865,14 @@ class Judge:
     def judge(self, requests: list[Asked]) -> None:
         self.learn(requests)
         for asked in requests:
-            assert len(asked.ends) == asked.times_sent, "each time it is sent, a request gets one terminal reply"
+            assert len(asked.ends) == asked.times_sent, "a request gets one terminal reply each time it is sent"
             if isinstance(asked.params, SamplingParams):
                 self.judge_group(asked, asked.params)
             else:
                 self.judge_score(asked, asked.params)
 
     def learn(self, requests: list[Asked]) -> None:
-        """Everything at once, which is faster."""
+        """Compute all expected results at once, which is faster."""
         keys: list[list[Any]] = [[] for _ in self.references]
         for asked in requests:
             for sample, _, _ in asked.samples:
@@ -912,7 +911,7 @@ class Judge:
             self.check_scores(asked, spans, tokens, logprobs)
 
     def check_spans(self, received: Received, num_tokens: int) -> None:
-        """Contiguous, over all tokens, in the order of the commits, of what was served while the request was open."""
+        """Check that spans are contiguous, cover all tokens, follow the commits, and were served while it was open."""
         spans = received.message["weight_versions"]
         assert [start for _, start, _ in spans] == ([0] + [end for _, _, end in spans])[: len(spans)], spans
         assert all(start < end for _, start, end in spans) and (spans[-1][2] if spans else 0) == num_tokens, spans
@@ -921,7 +920,7 @@ class Judge:
         assert all(received.first <= position <= received.last for position in positions), (received, self.history)
 
     def check_scores(self, asked: Asked, spans: list[list[int]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """What a version drew has the log-probs that it gives when it reads everything up to there by itself."""
+        """Check that tokens drawn by a version have its log-probs when it scores all tokens up to them on its own."""
         for version, start, end in spans:
             whole = asked.prompt + tuple(tokens[:end].tolist())
             expected = self.references[self.weights[version]][whole, Distribution()].logprobs
@@ -944,7 +943,7 @@ class Judge:
 
 
 def _key(asked: Asked, sample: dict[str, Any], start: int, end: int) -> tuple[Prompt, SamplingParams]:
-    """The request that goes on with a sample from token `start` up to `end`."""
+    """Return the request that continues a sample from token `start` up to `end`."""
     assert isinstance(asked.params, SamplingParams) and asked.params.seed is not None
     before = tuple(np.frombuffer(sample["token_ids"], "<i4")[:start].tolist())
     seed = (asked.params.seed + sample["index"] * GOLDEN) % 2**64

@@ -1,4 +1,4 @@
-"""Who is told what of samples that grow, and what a reader that does not read costs."""
+"""Streams of growing samples: the deltas of each reader, and the cost of a reader that does not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
 
 
 class Sockets:
-    """Takes what is sent to connections that read. `told`: the tokens of each sample, by reader."""
+    """Receives the messages of connections that read. `told`: the tokens of each sample, by reader."""
 
     def __init__(self) -> None:
         self.streams = Streams(self._send, lambda identity: identity not in self.blocked)
@@ -33,7 +33,7 @@ class Sockets:
             tokens[delta.start :] = np.frombuffer(delta.token_ids, "<i4").tolist()
 
     def grow(self, key: str, index: int, start: int, count: int = 1) -> None:
-        """Token i of a sample is the number i."""
+        """Add `count` tokens to a sample. Token i is the number i."""
         tokens = np.arange(start, start + count, dtype="<i4").tobytes()
         self.streams.grow(key, Delta(id=key, index=index, start=start, token_ids=tokens, logprobs=tokens))
 
@@ -52,7 +52,7 @@ def sockets() -> Sockets:
     return Sockets()
 
 
-def test_a_reader_that_does_not_read_costs_its_place_alone(sockets: Sockets) -> None:
+def test_a_reader_that_does_not_read_costs_only_its_place(sockets: Sockets) -> None:
     sockets.streams.add("a", ANN)
     sockets.blocked.add(ANN[0])
     for start in range(10_000):
@@ -66,7 +66,7 @@ def test_a_reader_that_does_not_read_costs_its_place_alone(sockets: Sockets) -> 
     assert len(sockets.messages) == 1
 
 
-def test_much_at_once_is_cut(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_cut_into_several_messages(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     sockets.streams.add("a", ANN)
     for index in range(3):
@@ -87,7 +87,7 @@ def test_a_token_that_takes_more_than_a_message_is_sent_by_itself(
     assert len(sockets.messages) == 3 and sockets.told[ANN]["a", 0] == [0, 1, 2]
 
 
-def test_what_has_ended_is_told_to_nobody(sockets: Sockets) -> None:
+def test_ended_samples_get_no_deltas(sockets: Sockets) -> None:
     for key in "ab":
         sockets.streams.add(key, ANN)
         sockets.grow(key, 0, 0)
@@ -100,7 +100,7 @@ def test_what_has_ended_is_told_to_nobody(sockets: Sockets) -> None:
     assert sockets.is_empty
 
 
-def test_a_gap_is_a_fault(sockets: Sockets) -> None:
+def test_a_gap_is_an_error(sockets: Sockets) -> None:
     sockets.streams.add("a", ANN)
     sockets.grow("a", 0, 0)
     with pytest.raises(RuntimeError, match="from 1 on, found 2"):
@@ -108,7 +108,7 @@ def test_a_gap_is_a_fault(sockets: Sockets) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_comes_goes_and_reads(sockets: Sockets, seed: int) -> None:
+def test_random_readers_get_every_token_in_order(sockets: Sockets, seed: int) -> None:
     rng = random.Random(seed)
     lens: dict[tuple[str, int], int] = {}
     readers: defaultdict[str, set[Reader]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""The worker through its socket: replies, ids, limits, draining and failing, with the fake engine behind it."""
+"""The worker through its socket, with the fake engine: replies, ids, limits, draining and failing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_samples_arrive_one_by_one_and_done_ends_them(raw: RawClient) -> None:
     assert done["num_prompt_tokens"] == 3 and done["finish_reasons"] == {"length": 3}
 
 
-def test_a_seed_is_drawn_where_none_is_given_and_stands_for_the_id(raw: RawClient, engine: FakeEngine) -> None:
+def test_without_a_seed_the_seed_follows_from_the_id(raw: RawClient, engine: FakeEngine) -> None:
     raw.generate("a", seed=None)
     first = raw.receive_until("done")
     raw.generate("a", seed=None)
@@ -43,12 +43,12 @@ def test_score(raw: RawClient) -> None:
     assert scores["type"] == "scores" and memoryview(scores["logprobs"]).cast("f").tolist() == [-1.0, -2.0]
 
 
-def test_an_equal_submission_joins_and_is_answered_too(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_an_equal_submission_joins_and_gets_all_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
         for client in (first, second, second):
             client.generate("a", n=2)
-            client.health()  # answered after the submission was taken
+            client.health()  # the reply comes after the submission was received
         engine.gate.set()
         assert len(first.receive_until("done")) == 3
         twice = second.receive_until("done") + second.receive_until("done")
@@ -76,7 +76,7 @@ def test_an_id_with_other_content_is_a_conflict_and_the_first_goes_on(raw: RawCl
     assert raw.receive()["code"] == "id_conflict"
 
 
-def test_other_content_behind_the_same_tokens_is_other_content_of_a_request(raw: RawClient, engine: FakeEngine) -> None:
+def test_other_spans_with_the_same_tokens_are_a_conflict(raw: RawClient, engine: FakeEngine) -> None:
     fields = dict(prompt_token_ids=np.array([1, 2, 3], "<i4").tobytes(), params=dict(max_tokens=4, seed=7))
     one, other = ([[1, 2, bytes([number] * 32)]] for number in (1, 2))
     raw.send("generate", id="a", spans=one, **fields)
@@ -93,9 +93,7 @@ def test_other_content_behind_the_same_tokens_is_other_content_of_a_request(raw:
     assert raw.receive()["type"] == "scores" and engine.requests[-1].spans == (ContentSpan(1, 2, bytes([1] * 32)),)
 
 
-def test_a_result_waits_for_a_client_that_was_gone_until_acknowledged(
-    worker: WorkerOnThread, engine: FakeEngine
-) -> None:
+def test_a_result_is_kept_for_a_vanished_client_until_acknowledged(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as vanishing:
         vanishing.generate("a")
@@ -112,7 +110,7 @@ def test_a_result_waits_for_a_client_that_was_gone_until_acknowledged(
     assert len(engine.requests) == 2
 
 
-def test_an_identity_in_use_is_nobody_elses(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_an_identity_in_use_cannot_be_taken_over(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address, b"me") as first, RawClient(worker.address, b"me") as second:
         first.generate("a")
@@ -125,7 +123,7 @@ def test_an_identity_in_use_is_nobody_elses(worker: WorkerOnThread, engine: Fake
             second.receive()
 
 
-def test_acknowledging_a_running_request_means_that_it_is_not_kept(raw: RawClient, engine: FakeEngine) -> None:
+def test_the_result_of_a_request_acknowledged_while_it_runs_is_not_kept(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("a")
     raw.send("ack", ids=["a"])
@@ -157,7 +155,7 @@ def test_abort_ends_one_sample_or_all_with_what_they_have(raw: RawClient, engine
     raw.send("abort", id="1", request_id="a", index=1)
     raw.send("abort", id="2", request_id="a", index=None)
     raw.send("abort", id="3", request_id="a", index=9)
-    raw.health()  # answered after the aborts were taken
+    raw.health()  # the reply comes after the aborts were received
     engine.gate.set()
     replies = [raw.receive() for _ in range(7)]
     ended = [(reply["type"], reply.get("index"), reply.get("finish_reason")) for reply in replies]
@@ -173,7 +171,7 @@ def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
     assert engine.at_gate.wait(timeout=20)
     raw.send("score", id="s", token_ids=bytes(8))
     raw.send("abort", id="1", request_id="s")
-    raw.health()  # answered after the abort was taken
+    raw.health()  # the reply comes after the abort was received
     engine.gate.set()
     scores, aborted = (reply for reply in (raw.receive() for _ in range(4)) if reply["type"] in ("scores", "aborted"))
     assert (scores["finish_reason"], scores["logprobs"]) == ("abort", b"") and aborted["num_samples"] == 1
@@ -184,7 +182,7 @@ def test_a_caller_that_gives_up_leaves_a_request_to_the_others(worker: WorkerOnT
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
         for client, caller in ((first, "x"), (second, "y")):
             client.generate("a", caller=caller, n=2)
-            client.health()  # answered after the submission was taken
+            client.health()  # the reply comes after the submission was received
         first.send("abort", id="give up", request_id="a", caller="x")
         assert first.receive() == dict(version=1, type="aborted", id="give up", request_id="a", num_samples=0)
         engine.gate.set()
@@ -204,7 +202,7 @@ def test_a_request_ends_and_is_not_kept_when_the_last_caller_gives_it_up(raw: Ra
     raw.send("abort", id="y gives up", request_id="a", caller="y")
     raw.health()
     engine.gate.set()
-    assert raw.receive()["num_samples"] == 2  # and no samples came before
+    assert raw.receive()["num_samples"] == 2  # and no samples came before it
     requests = raw.health()["requests"]
     assert (requests["open"], requests["kept"]) == (0, 0)
     raw.send("abort", id="again", request_id="a", caller="x")
@@ -213,14 +211,14 @@ def test_a_request_ends_and_is_not_kept_when_the_last_caller_gives_it_up(raw: Ra
     assert raw.receive()["code"] == "invalid_message"
 
 
-def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_submission_after_an_abort_gets_whole_samples(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
         first.generate("a", caller="x", max_tokens=9)
         assert engine.at_gate.wait(timeout=20)
         first.send("abort", id="end", request_id="a")
         first.health()
-        second.generate("a", caller="y", max_tokens=9)  # while the engine has yet to end it
+        second.generate("a", caller="y", max_tokens=9)  # before the engine has ended it
         second.generate("a", max_tokens=8)
         assert second.receive()["code"] == "id_conflict"
         engine.gate.set()
@@ -234,12 +232,12 @@ def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread
     assert [request.id for request in engine.requests] == ["a", "a"]
 
 
-def test_an_aborted_result_that_is_kept_goes_to_those_who_had_asked(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_kept_aborted_result_goes_only_to_earlier_callers(raw: RawClient, engine: FakeEngine) -> None:
     engine.flow.clear()
     raw.generate("a", caller="x")
     raw.send("abort", id="end", request_id="a")
     aborted = raw.receive_until("aborted")[:-1]
-    raw.generate("a", caller="x")  # sent again, as for want of a reply
+    raw.generate("a", caller="x")  # sent again, as after a lost reply
     assert raw.receive_until("done") == aborted
     engine.flow.set()
     raw.generate("a", caller="y")
@@ -248,13 +246,15 @@ def test_an_aborted_result_that_is_kept_goes_to_those_who_had_asked(raw: RawClie
     assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
 
 
-def test_an_abort_that_ended_nothing_keeps_nobody_from_joining(raw: RawClient, engine: FakeEngine) -> None:
+def test_an_abort_that_ended_nothing_does_not_prevent_joins(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("a", caller="x", n=2)
     raw.send("abort", id="end", request_id="a", index=9)
     raw.generate("a", caller="y", n=2)
     raw.send("health", id="health")
-    ends = [reply for reply in raw.receive_until("health") if reply["type"] == "error"]  # that of the abort, or not yet
+    ends = [
+        reply for reply in raw.receive_until("health") if reply["type"] == "error"
+    ]  # the error of the abort, if it has come
     engine.gate.set()
     while len(ends) < 3:
         ends.append(raw.receive_until("done", "error")[-1])
@@ -281,7 +281,7 @@ def test_a_call_that_is_sent_again_is_done_once_and_answered_again(raw: RawClien
     assert [action[0] for action in engine.actions] == []
 
 
-def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
+def test_a_late_abort_does_not_end_a_later_request_with_the_same_id(
     worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
 ) -> None:
     may_abort, abort = threading.Event(), engine.abort
@@ -295,7 +295,7 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     whole = raw.receive_until("done")
     raw.generate("a", caller="y", max_tokens=1)
     again = raw.receive_until("done")
-    assert again == [reply | {"caller": "y"} for reply in whole], "what has ended cannot be aborted any more"
+    assert again == [reply | {"caller": "y"} for reply in whole], "a request that has ended cannot be aborted"
     raw.send("ack", ids=["a"])
     raw.generate("a", caller="z", max_tokens=1)
     raw.health()
@@ -308,7 +308,7 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     )
 
 
-def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngine) -> None:
+def test_submissions_that_wait_for_an_abort_are_limited(engine: FakeEngine) -> None:
     with serving(engine, max_queued_requests=3) as worker, RawClient(worker.address) as raw:
         engine.flow.clear()
         raw.generate("a", caller="first", n=2)
@@ -329,7 +329,7 @@ def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngin
     }
 
 
-def test_nobody_joins_what_a_sleep_is_about_to_abort(raw: RawClient, engine: FakeEngine) -> None:
+def test_no_submission_joins_a_request_that_a_sleep_will_abort(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("a", caller="x", max_tokens=9)
     assert engine.at_gate.wait(timeout=20)
@@ -346,7 +346,7 @@ def test_nobody_joins_what_a_sleep_is_about_to_abort(raw: RawClient, engine: Fak
     assert [reply["caller"] for reply in whole[1:]] == ["y", "y"] and whole[1]["finish_reason"] == "length"
 
 
-def test_a_request_given_up_while_paused_does_not_spoil_the_count(raw: RawClient) -> None:
+def test_a_request_given_up_while_paused_is_counted_once(raw: RawClient) -> None:
     raw.send("pause", id="pause")
     raw.receive()
     raw.generate("a", caller="x")
@@ -357,7 +357,7 @@ def test_a_request_given_up_while_paused_does_not_spoil_the_count(raw: RawClient
     assert raw.receive()["state"] == "paused"
 
 
-def test_a_kept_result_goes_when_all_have_given_it_up(raw: RawClient) -> None:
+def test_a_kept_result_is_dropped_when_all_callers_have_given_it_up(raw: RawClient) -> None:
     for caller in "xy":
         raw.generate("a", caller=caller)
         raw.receive_until("done")
@@ -368,7 +368,7 @@ def test_a_kept_result_goes_when_all_have_given_it_up(raw: RawClient) -> None:
     assert raw.health()["requests"]["kept"] == 0
 
 
-def test_the_oldest_answers_are_forgotten(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_replies_are_forgotten(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trueroll.rollout.worker.ledger.MAX_REMEMBERED", 2)
     for id in "abc":
         raw.send("pause" if id == "a" else "resume", id=id)
@@ -392,7 +392,7 @@ def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: Fake
     )
     assert health["limits"]["max_n"] == 1024
     while raw.health()["seconds_since_progress"] <= health["seconds_since_progress"]:
-        pass  # the step blocks, so this has to grow
+        pass  # must grow, since the step blocks
     raw.send("stats", id="x")
     stats = raw.receive()
     assert stats["id"] == "x" and stats["service"]["accepted"] == 1 and stats["engine"]["steps"] == 0
@@ -424,13 +424,13 @@ def test_a_full_queue_refuses_and_the_rest_goes_on(engine: FakeEngine) -> None:
             raw.generate(id)
         refusal = raw.receive()
         assert (refusal["id"], refusal["code"]) == ("c", "queue_full")
-        raw.generate("a")  # joining needs no room
+        raw.generate("a")  # joining needs no room in the queue
         engine.gate.set()
         ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
     assert sorted((end["type"], end["id"]) for end in ends) == [("done", "a"), ("done", "a"), ("done", "b")]
 
 
-def test_unfinished_samples_are_limited_too(engine: FakeEngine) -> None:
+def test_unfinished_samples_are_limited(engine: FakeEngine) -> None:
     with serving(engine, max_queued_samples=4, max_n=4) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", n=3)
@@ -450,7 +450,7 @@ def test_unfinished_samples_are_limited_too(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("token", [FAIL_IN_STEP, FAIL_IN_ADD])
-def test_a_failing_engine_answers_everybody_with_the_cause(
+def test_if_the_engine_fails_all_requests_get_the_cause(
     engine: FakeEngine, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trueroll.rollout.worker.worker.FAILED_SECONDS", 2.0)
@@ -505,7 +505,7 @@ def test_draining_lets_running_requests_finish_and_refuses_new_ones(engine: Fake
     assert worker.error is None
 
 
-def test_a_worker_that_loads_beyond_its_drain_deadline_refuses_what_waits(engine: FakeEngine) -> None:
+def test_a_worker_that_loads_beyond_its_drain_deadline_refuses_waiting_requests(engine: FakeEngine) -> None:
     may_load = threading.Event()
     worker = WorkerOnThread(WorkerConfig(drain_seconds=0.1), lambda: (may_load.wait(), engine)[1])
     with RawClient(worker.address) as raw:
@@ -521,7 +521,7 @@ def test_a_worker_that_loads_beyond_its_drain_deadline_refuses_what_waits(engine
     assert {reply["code"] for reply in refused} == {"unavailable"}
 
 
-def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> None:
+def test_draining_aborts_the_rest_at_its_deadline(engine: FakeEngine) -> None:
     with serving(engine, drain_seconds=0.05) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", n=2, max_tokens=400)
@@ -553,7 +553,7 @@ def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(e
         worker.join()
 
 
-def test_a_failing_engine_answers_aborts_too(engine: FakeEngine) -> None:
+def test_if_the_engine_fails_aborts_get_the_cause(engine: FakeEngine) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("bad", prompt=[FAIL_IN_STEP])
@@ -593,7 +593,7 @@ def test_the_default_address_is_in_a_private_folder(worker: WorkerOnThread) -> N
     assert socket_file.is_socket() and socket_file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_keys_open_an_address_for_everybody_and_nothing_else_does(tmp_path: Path, engine: FakeEngine) -> None:
+def test_only_clients_with_the_right_keys_can_use_an_open_address(tmp_path: Path, engine: FakeEngine) -> None:
     certificates = make_certificates(tmp_path, {"alice": "generate"})
     other_key = zmq.curve_keypair()[0].decode()
     with serving(engine, **(certificates.settings | {"address": "tcp://0.0.0.0:*"})) as worker:
@@ -618,7 +618,7 @@ def test_key_files_must_be_private_and_hold_a_secret(tmp_path: Path, engine: Fak
         Worker(WorkerConfig(**(settings | {"curve_secret_key_file": str(public_file)})), lambda: engine)
 
 
-def test_the_tokens_are_those_of_the_engine(raw: RawClient) -> None:
+def test_the_tokens_come_from_the_engine(raw: RawClient) -> None:
     raw.generate("a", max_tokens=6)
     sample = raw.receive()
     assert memoryview(sample["token_ids"]).cast("i").tolist() == expected_tokens(7, 0, 6)

@@ -1,4 +1,4 @@
-"""What a push must bring: each parameter whole, or in all its parts."""
+"""A push must bring each parameter whole or in all its parts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ DOWN = [f"l.0.e.{expert}.c" for expert in range(3)]
 
 
 @pytest.mark.parametrize("names", [["l.0.up", "l.0.down"], [*UP, *DOWN], [*UP, "l.0.down"], ["l.0.up", *DOWN]])
-def test_either_spelling_of_each_stack_is_complete(names: list[str]) -> None:
+def test_each_stack_may_come_whole_or_in_parts(names: list[str]) -> None:
     check_complete({"norm", *names}, WANTED)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([*UP, *DOWN[1:]], "missing are l.0.e.0.c; push all"),
-        ([*UP[:5], "l.0.down"], "missing are l.0.e.2.b; push all"),
-        ([*DOWN], "missing are l.0.up; push all"),
-        ([*UP, *DOWN, "l.0.up"], "both ways came l.0.up; leave one out"),
-        (["l.0.up", UP[3], *DOWN], "both ways came l.0.up; leave one out"),
+        ([*UP, *DOWN[1:]], "missing: l.0.e.0.c; push every"),
+        ([*UP[:5], "l.0.down"], "missing: l.0.e.2.b; push every"),
+        ([*DOWN], "missing: l.0.up; push every"),
+        ([*UP, *DOWN, "l.0.up"], "l.0.up came both whole and in parts; leave one out"),
+        (["l.0.up", UP[3], *DOWN], "l.0.up came both whole and in parts; leave one out"),
     ],
 )
-def test_what_is_missing_or_comes_both_ways_is_named(names: list[str], message: str) -> None:
+def test_missing_and_doubled_parameters_are_named(names: list[str], message: str) -> None:
     with pytest.raises(PushError, match=message):
         check_complete({"norm", *names}, WANTED)
 

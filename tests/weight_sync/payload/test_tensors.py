@@ -1,4 +1,4 @@
-"""Checksum and finiteness of bytes, which are found together."""
+"""Checksum and finiteness of bytes, computed together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(values: torch.Tensor, prefix: int) -> bool:
-    """What is found, behind so many bytes that are no numbers; the checksum must be that of all."""
+    """Return whether `values` are found finite, behind `prefix` other bytes. Assert the checksum of all bytes."""
     data = torch.cat([torch.full((prefix,), 255, dtype=torch.uint8), values.view(torch.uint8)])
     found, are_finite = checksum_and_finiteness(data, prefix, values.dtype)
     assert found == checksum(data.numpy())
@@ -24,7 +24,7 @@ def check(values: torch.Tensor, prefix: int) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_number_of_16_bits_is_judged_as_isfinite_does(dtype: torch.dtype) -> None:
+def test_finiteness_equals_isfinite_for_every_16_bit_number(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = every[every.isfinite()]
     assert check(finite, 0) and check(finite, 8)
@@ -34,16 +34,16 @@ def test_every_number_of_16_bits_is_judged_as_isfinite_does(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("place", [0, 31, 32, 63, 99])
-def test_one_number_among_many_is_found_wherever_it_is(dtype: torch.dtype, place: int) -> None:
+def test_one_nonfinite_number_is_found_at_any_place(dtype: torch.dtype, place: int) -> None:
     values = torch.linspace(-3, 3, 100).to(dtype)
     values[7], values[8] = torch.finfo(dtype).max, torch.finfo(dtype).min
     for bad in (float("inf"), -float("inf"), float("nan")):
         broken = values.clone()
         broken[place] = bad
         assert check(values, 16) and not check(broken, 16)
-        raw_bits(broken)[place] |= -(2 ** (8 * dtype.itemsize - 1))  # the same with a sign
+        raw_bits(broken)[place] |= -(2 ** (8 * dtype.itemsize - 1))  # the same value with a sign
         assert not check(broken, 16)
 
 
-def test_no_numbers_are_finite() -> None:
+def test_an_empty_tensor_is_finite() -> None:
     assert check(torch.empty(0), 8)

@@ -1,4 +1,4 @@
-"""The checksum of buckets in the memory of GPUs: what it is, and what it finds."""
+"""The checksum of buckets in the memory of GPUs: its definition, and the changes that it detects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def by_definition(data: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1000, 1001])
 @pytest.mark.parametrize("chunk", [1, 3, 2**21])
-def test_it_is_what_it_is_defined_to_be_however_it_is_cut(
+def test_the_word_sum_follows_its_definition_for_any_chunk_size(
     size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors_module, "_CHUNK_WORDS", chunk)
     assert word_sum(random_bytes(size)) == by_definition(random_bytes(size))
 
 
-def test_it_reads_a_slice_and_changes_nothing() -> None:
+def test_the_word_sum_of_a_slice_changes_nothing() -> None:
     whole = random_bytes(4096)
     before = whole.clone()
     assert word_sum(whole[64:1000]) == by_definition(before[64:1000])
@@ -45,7 +45,7 @@ def test_it_reads_a_slice_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 21, 64])
-def test_every_flipped_bit_is_found(size: int) -> None:
+def test_every_flipped_bit_is_detected(size: int) -> None:
     data = random_bytes(size)
     right = word_sum(data)
     for index, bit in itertools.product(range(size), range(8)):
@@ -56,8 +56,8 @@ def test_every_flipped_bit_is_found(size: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 64])
-def test_what_has_changed_places_is_found(width: int) -> None:
-    """Also where the two differ in a single bit only, as the signs of two equal weights do."""
+def test_swapped_values_are_detected(width: int) -> None:
+    """Even if the two differ in a single bit, such as equal weights with different signs."""
     data = random_bytes(256)
     data[width : 2 * width] = data[:width]
     data[2 * width - 1] ^= 0x80
@@ -70,5 +70,5 @@ def test_what_has_changed_places_is_found(width: int) -> None:
         assert (word_sum(swapped) == right) == torch.equal(swapped, data)
 
 
-def test_zeros_count_by_their_number() -> None:
+def test_the_number_of_zeros_changes_the_word_sum() -> None:
     assert len({word_sum(torch.zeros(size, dtype=torch.uint8)) for size in range(0, 4096, 8)}) == 512

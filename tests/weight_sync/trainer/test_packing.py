@@ -1,4 +1,4 @@
-"""Where pieces lie: tables, and that nothing is lost, doubled or overlapping, whatever the shapes."""
+"""The places of pieces: tables, and properties for any shapes: no row is lost, doubled or overlapping."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def cuts(packer: Packer, count: int, unit_bytes: int, multiple: int = 1) -> list
 @pytest.mark.parametrize(
     ("things", "expected"),
     [
-        # (count, unit_bytes, multiple) of each thing; (start, length, bucket, offset) of each piece, buckets of 256
+        # (count, unit_bytes, multiple) of each object; (start, length, bucket, offset) of each piece, buckets of 256
         ([(2, 10, 1)], [(0, 2, 0, 0)]),
         ([(2, 10, 1), (3, 10, 1)], [(0, 2, 0, 0), (0, 3, 0, 64)]),  # aligned to 64
-        ([(4, 64, 1), (1, 1, 1)], [(0, 4, 0, 0), (0, 1, 1, 0)]),  # exactly full
-        ([(5, 64, 1)], [(0, 4, 0, 0), (4, 1, 1, 0)]),  # larger than a bucket: cut
-        ([(1, 10, 1), (4, 64, 1)], [(0, 1, 0, 0), (0, 3, 0, 64), (3, 1, 1, 0)]),  # cut to fill what is left
-        ([(40, 8, 16)], [(0, 32, 0, 0), (32, 8, 1, 0)]),  # cut only at multiples
+        ([(4, 64, 1), (1, 1, 1)], [(0, 4, 0, 0), (0, 1, 1, 0)]),  # the bucket is exactly full
+        ([(5, 64, 1)], [(0, 4, 0, 0), (4, 1, 1, 0)]),  # larger than a bucket: it is cut
+        ([(1, 10, 1), (4, 64, 1)], [(0, 1, 0, 0), (0, 3, 0, 64), (3, 1, 1, 0)]),  # cut to fill the rest of the bucket
+        ([(40, 8, 16)], [(0, 32, 0, 0), (32, 8, 1, 0)]),  # cut only at a multiple
         ([(1, 200, 1), (16, 8, 16)], [(0, 1, 0, 0), (0, 16, 1, 0)]),  # a block that does not fit begins a bucket
         ([(40, 100, 16)], [(0, 16, 0, 0), (16, 16, 1, 0), (32, 8, 2, 0)]),  # a block larger than a bucket
-        ([(0, 6, 1), (2, 6, 1)], [(0, 0, 0, 0), (0, 2, 0, 0)]),  # nothing still has a place
+        ([(0, 6, 1), (2, 6, 1)], [(0, 0, 0, 0), (0, 2, 0, 0)]),  # an empty object has a place
     ],
 )
-def test_pieces_lie_where_they_should(things: list[tuple[int, int, int]], expected: list[tuple[int, ...]]) -> None:
+def test_places_of_pieces(things: list[tuple[int, int, int]], expected: list[tuple[int, ...]]) -> None:
     packer = Packer(256)
     assert [cut for thing in things for cut in cuts(packer, *thing)] == expected
 
@@ -42,7 +42,7 @@ def test_a_bucket_holds_a_bounded_number_of_pieces() -> None:
     assert buckets == {0: MOST_PIECES, 1: MOST_PIECES}
 
 
-def test_the_size_of_a_slot_is_that_of_the_largest_bucket() -> None:
+def test_a_slot_has_the_size_of_the_largest_bucket() -> None:
     assert slot_bytes([(1000,), (40, 10)], itemsize=2, bucket_bytes=256) == 16 * 10 * 2
     assert slot_bytes([(1000,), (40, 4)], itemsize=2, bucket_bytes=256) == 256
     assert slot_bytes([(3, 100)], itemsize=2, bucket_bytes=256) == 3 * 100 * 2
@@ -54,7 +54,7 @@ shapes = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple
 
 
 @given(shapes, st.sampled_from([2, 4]), st.integers(1, 5000))
-def test_every_row_lies_in_one_place(shapes: list[tuple[int, ...]], itemsize: int, bucket_bytes: int) -> None:
+def test_every_row_has_exactly_one_place(shapes: list[tuple[int, ...]], itemsize: int, bucket_bytes: int) -> None:
     packer = Packer(bucket_bytes)
     used: dict[int, list[tuple[int, int]]] = defaultdict(list)
     last_bucket = 0

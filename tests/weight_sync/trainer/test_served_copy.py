@@ -1,4 +1,4 @@
-"""What changed, by bits: against a search element by element."""
+"""Changed elements, compared bitwise, against a search element by element."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
 
 
 def wanted(shape: tuple[int, ...], dtype: str, own: str | None = None) -> Parameters:
-    """One tensor `w`. `own`: the dtype of it alone."""
+    """Parameters with one tensor `w`. `own`: its dtype, if it is not that of the push."""
     return Adapted(dtype, {} if own is None else {"w": own}, {"w": shape}, {}, {}, ())
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.integers(1, 9), st.integers(1, 9))
-def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, columns: int) -> None:
+def test_changes_are_found_bitwise(data: st.DataObject, dtype: str, rows: int, columns: int) -> None:
     size = rows * columns
     before, after = (
         torch.tensor(data.draw(st.lists(VALUES, min_size=size, max_size=size))).view(rows, columns) for _ in range(2)
@@ -42,7 +42,7 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_a_tensor_of_several_chunks(dtype: str) -> None:
+def test_changes_in_a_tensor_of_several_chunks(dtype: str) -> None:
     before = torch.zeros(3000, 1001)
     copy = ServedCopy(wanted((3000, 1001), dtype))
     copy.replace("w", before)

@@ -1,4 +1,4 @@
-"""Both ends of a push through gloo, and the processes that a worker has for it."""
+"""Both ends of a push through gloo, and the worker's processes for it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def joined(timeout: float = SECONDS) -> tuple[GroupSlots, GlooReader]:
 
 
 def warm_up() -> None:
-    """Let the fork server of this process have imported torch: from now on a push begins in no time."""
+    """Wait until this process's fork server has imported torch, so that later pushes begin at once."""
     for each in joined():
         each.close()
 
 
 def receiving_process(worker: psutil.Process) -> psutil.Process:
-    """The process that receives for a worker which is in a push: fork server, watcher and it are in one line."""
+    """Return the receiving process of a worker during a push: the child of the watcher, a child of the fork server."""
     *_, last = descendants(worker)
     return last
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """The children that there are now, each before its own."""
+    """Return the current descendants, each before its own children."""
     try:
         return [found for child in process.children() for found in (child, *descendants(child))]
     except psutil.NoSuchProcess:
@@ -53,12 +53,12 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def held_by(process: psutil.Process) -> tuple[int, int, int]:
-    """Threads, descriptors and processes."""
+    """Return the numbers of threads, descriptors and processes."""
     return process.num_threads(), process.num_fds(), len(descendants(process))
 
 
 def silent_store() -> socket.socket:
-    """Takes connections, and says nothing."""
+    """Return a socket that accepts connections and sends nothing."""
     return socket.create_server(("127.0.0.1", 0), backlog=1024)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU would bring, on a CPU: the driver's functions that share memory, and torch's process group of NCCL."""
+"""Replacements for a GPU on a CPU: the driver's functions for shared memory, and torch's NCCL process group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def gpu(number: int) -> str:
-    """The UUID of a GPU that is not there."""
+    """Return the UUID of a GPU that does not exist."""
     return f"{number:08x}-0000-0000-0000-000000000000"
 
 
 class CudaLibrary:
     """libcuda with host memory, called as ctypes calls it. `failing`: functions that return an error.
 
-    `allocated`: address to memory. `opened`: how often each address is mapped. `freed_while_open`: addresses.
+    `allocated`: memory by address. `opened`: number of mappings by address. `freed_while_open`: addresses.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class CudaLibrary:
     def cuIpcGetMemHandle(self, handle: Any, address: ctypes.c_uint64) -> int:
         if "cuIpcGetMemHandle" in self.failing:
             return 801
-        number = secrets.token_bytes(63) + b"\0"  # zeros are part of a handle
+        number = secrets.token_bytes(63) + b"\0"  # a handle may contain zeros
         self._handles[number] = address.value
         ctypes.memmove(ctypes.addressof(handle._obj), number, 64)
         return 0
@@ -84,7 +84,7 @@ def host_tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.
 
 
 class NcclGroup:
-    """ProcessGroupNCCL with a group of gloo inside. `made`: all that there were."""
+    """ProcessGroupNCCL with a gloo group inside. `made`: all groups so far."""
 
     made: list[NcclGroup] = []
 
@@ -93,7 +93,7 @@ class NcclGroup:
         is_high_priority_stream = False
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        assert os.environ[BLOCKING_WAIT] == "1"  # as a group of NCCL reads it here
+        assert os.environ[BLOCKING_WAIT] == "1"  # an NCCL group reads the variable here
         self.rank, self.timeout, self.is_aborted = rank, options._timeout, False
         self.has_stream_of_its_own = options.is_high_priority_stream
         self.device: torch.device | None = None
@@ -115,7 +115,7 @@ class NcclGroup:
 
 
 class NcclWork:
-    """An operation under way. As with NCCL, to wait without a timeout is not to wait."""
+    """A running operation. As with NCCL, waiting without a timeout does not wait."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

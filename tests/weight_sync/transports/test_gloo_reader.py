@@ -1,4 +1,4 @@
-"""Pushes through gloo: whatever a trainer or the process that receives does ends the push, and not the worker."""
+"""Pushes through gloo: a fault of the trainer or of the receiving process ends the push, not the worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def send(slots: GroupSlots, index: int, num_bytes: int = SLOT_BYTES) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """A push leaves the fork server behind and nothing else. What earlier tests left may end meanwhile."""
+    """Assert that a push leaves only the fork server behind. Remains of earlier tests may end meanwhile."""
     warm_up()
     wait_until(lambda: len(descendants(ME)) == 1)
     before = held_by(ME)
@@ -65,7 +65,7 @@ def _nothing_is_left() -> Iterator[None]:
     )
 
 
-def test_buckets_of_any_size_pass() -> None:
+def test_buckets_of_any_size_arrive() -> None:
     slots, reader = joined()
     for index, num_bytes in enumerate((10, 0, 4096, 4096, 7, 300)):
         if num_bytes:
@@ -80,8 +80,8 @@ def test_buckets_of_any_size_pass() -> None:
     slots.close()
 
 
-def test_the_trainer_may_take_longer_to_join_than_its_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another worker drains before it begins. Here the worker's clock jumps, and nobody waits."""
+def test_the_trainer_may_join_later_than_the_timeout_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, if another worker drains before it begins. Here the worker's clock jumps, so that nobody waits."""
     slots, jump, hear = new_slots(), 0.0, GlooReader._hear
 
     def hear_and_jump(reader: GlooReader, deadline: float) -> dict[str, Any] | None:
@@ -103,34 +103,36 @@ def test_the_trainer_may_take_longer_to_join_than_its_store_to_answer(monkeypatc
         each.close()
 
 
-def test_a_store_that_was_reached_is_waited_for_as_long_as_the_caller_says() -> None:
+def test_a_wait_for_a_key_of_a_reached_store_ends_with_the_callers_timeout() -> None:
     slots = new_slots()
     store = connect(slots.source(0).host, slots.source(0).port, PUSH_ID, timedelta(seconds=DAY))
     assert STORE_SECONDS < DAY and store.timeout == timedelta(seconds=DAY)
     slots.close()
 
 
-def test_a_process_that_is_killed_is_told_and_the_next_push_goes_well() -> None:
+def test_a_killed_receiving_process_is_an_error_and_the_next_push_succeeds() -> None:
     slots, reader = joined()
     os.kill(receiving_process(ME).pid, signal.SIGKILL)
-    with pytest.raises(PushError, match="^collective: expected a bucket to pass, .* ended with SIGKILL; .*push again$"):
+    with pytest.raises(
+        PushError, match="^collective: the transfer of a bucket failed: .* ended with SIGKILL; .*push again$"
+    ):
         reader.read(bucket(0))
     for each in (reader, slots, *joined()):
         each.close()
 
 
-def test_a_process_whose_watcher_is_killed_ends_too() -> None:
+def test_a_receiving_process_ends_with_its_watcher() -> None:
     slots, reader = joined()
     receiving = receiving_process(ME)
     os.kill(receiving.ppid(), signal.SIGKILL)
-    with pytest.raises(PushError, match="found that the process that receives is gone; push again$"):
+    with pytest.raises(PushError, match="the receiving process is gone; push again$"):
         reader.read(bucket(0))
     wait_until(lambda: not receiving.is_running())
     for each in (reader, slots):
         each.close()
 
 
-def test_a_fork_server_that_was_killed_is_started_anew() -> None:
+def test_a_killed_fork_server_is_restarted() -> None:
     [server] = ME.children()
     server.kill()
     server.wait()
@@ -142,9 +144,9 @@ def test_a_fork_server_that_was_killed_is_started_anew() -> None:
         each.close()
 
 
-def test_a_bucket_that_does_not_come_is_an_error_within_the_timeout() -> None:
+def test_a_missing_bucket_is_an_error_within_the_timeout() -> None:
     slots, reader = joined(timeout=0.5)
-    with pytest.raises(PushError, match="^collective: expected a bucket to pass, found .*; push again$"):
+    with pytest.raises(PushError, match="^collective: the transfer of a bucket failed: .*; push again$"):
         reader.read(bucket(0))
     for each in (reader, slots):
         each.close()
@@ -153,32 +155,35 @@ def test_a_bucket_that_does_not_come_is_an_error_within_the_timeout() -> None:
 def test_a_process_that_hangs_is_given_up_within_the_timeout() -> None:
     slots, reader = joined(timeout=0.5)
     receiving_process(ME).suspend()
-    with pytest.raises(PushError, match="^collective: expected a bucket to pass, found silence for 0.5 s; push again$"):
+    with pytest.raises(PushError, match="^collective: the transfer of a bucket failed: no data for 0.5 s; push again$"):
         reader.read(bucket(0))
     for each in (reader, slots):
         each.close()
 
 
 @pytest.mark.parametrize("cause", ["timeout", "closed"])
-def test_a_store_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+def test_a_store_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     monkeypatch.setattr(gloo_reader_module, "STORE_SECONDS", 0.1 if cause == "timeout" else SECONDS)
     with silent_store() as store:
-        words = {"timeout": "store at .* to answer, found silence", "closed": "found that it was given up"}[cause]
-        with pytest.raises(PushError, match=f"^collective: expected .*{words}; push again$"):
+        words = {"timeout": "cannot reach the store at .*: no answer", "closed": "the push was given up"}[cause]
+        with pytest.raises(PushError, match=f"^collective: {words}; push again$"):
             GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: cause == "closed" and len(descendants(ME)) == 3)
 
 
-def test_a_system_without_processes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_free_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def popen(*_: Any, **__: Any) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(gloo_reader_module, "_fork_server", gloo_reader_module._ForkServer())
     monkeypatch.setattr(subprocess, "Popen", popen)
-    with silent_store() as store, pytest.raises(PushError, match="found Resource temporarily unavailable; free"):
+    with (
+        silent_store() as store,
+        pytest.raises(PushError, match="cannot start the receiving process: Resource temporarily unavailable; free"),
+    ):
         GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: False)
 
 
-def test_the_fork_server_imports_little() -> None:
+def test_the_fork_server_imports_only_torch() -> None:
     code = "import sys, trueroll.weight_sync.transports.fork_server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=Path("/"))
     found = {

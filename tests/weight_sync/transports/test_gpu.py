@@ -1,4 +1,4 @@
-"""Which way a push takes, by where the trainer and the workers are."""
+"""The transport of a push, depending on the GPUs of the trainer and the workers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def _nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, [None], False, False),
         (None, [1], False, False),
         (0, [None], False, False),
-        (0, [0], True, "the trainer and worker 0 on GPU 00000000"),
-        (0, [0, 0], True, "the trainer and worker 0 on GPU 00000000"),
+        (0, [0], True, "the trainer and worker 0 are both on GPU 00000000"),
+        (0, [0, 0], True, "the trainer and worker 0 are both on GPU 00000000"),
         (0, [1], False, True),
         (0, [1, 2], False, True),
         (0, [0, 1], False, "the trainer and worker 0"),
         (0, [1, None], False, False),
         (0, [0, None], False, False),
-        (0, [1, 1], False, "worker 0 and worker 1 on GPU 00000001"),
+        (0, [1, 1], False, "worker 0 and worker 1 are both on GPU 00000001"),
     ],
 )
-def test_weights_stay_on_gpus_where_that_is_possible(
+def test_weights_stay_on_gpus_if_possible(
     trainer: int | None, workers: list[int | None], shared: bool, collective: bool | str
 ) -> None:
     trainer_gpu = None if trainer is None else gpu(trainer)
@@ -46,14 +46,14 @@ def test_weights_stay_on_gpus_where_that_is_possible(
     if isinstance(collective, bool):
         assert broadcasts_between_gpus(trainer_gpu, gpus) is collective
     else:
-        with pytest.raises(ConfigError, match=f"^collective: expected a GPU of its own .*{collective}.*push by shared"):
+        with pytest.raises(ConfigError, match=f"^collective: {collective}.* needs a GPU of its own; push by shared"):
             broadcasts_between_gpus(trainer_gpu, gpus)
 
 
-def test_a_trainer_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_nccl_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert not broadcasts_between_gpus(None, {"0": gpu(1)})
-    with pytest.raises(ConfigError, match="^collective: expected a torch with NCCL"):
+    with pytest.raises(ConfigError, match="^collective: this torch has no NCCL"):
         broadcasts_between_gpus(gpu(0), {"0": gpu(1)})
 
 
@@ -64,7 +64,7 @@ def test_a_cpu_is_no_gpu_and_has_no_streams() -> None:
         assert not torch.cuda.is_initialized()
 
 
-def test_the_first_tensor_says_where_the_trainer_is_and_is_not_lost() -> None:
+def test_the_device_is_that_of_the_first_tensor_which_is_not_lost() -> None:
     first, second = torch.ones(2, device="meta"), torch.zeros(3)
     for given in ({"a": first, "b": second}, iter([("a", first), ("b", second)])):
         tensors = TrainerTensors(given)
@@ -99,11 +99,11 @@ def test_without_a_first_tensor_the_trainer_is_on_the_host() -> None:
         assert TrainerTensors(given).device() == torch.device("cpu")
     tensors = TrainerTensors(iter([5]))  # type: ignore[arg-type]
     assert tensors.device() == torch.device("cpu")
-    with pytest.raises(PushError, match="expected pairs"):
+    with pytest.raises(PushError, match="give pairs"):
         next(tensors)
 
 
-def test_an_iterable_that_breaks_at_its_first_tensor_is_known_to_be_broken() -> None:
+def test_an_iterable_that_raises_at_its_first_tensor_is_broken() -> None:
     def break_at_once() -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError("broken")
         yield

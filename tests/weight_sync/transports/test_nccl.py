@@ -1,4 +1,4 @@
-"""The process group of NCCL: who joins it and when, how it is waited for, and what its failures become."""
+"""The NCCL process group: joining, waiting, and failures."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -75,7 +75,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_buckets_pass_and_every_wait_has_a_timeout() -> None:
+def test_buckets_arrive_and_every_wait_has_a_timeout() -> None:
     slots, readers = joined(2)
     assert slots.has_word_sums and slots.source(1).backend == "nccl"
     for index in range(4):
@@ -94,14 +94,14 @@ def test_buckets_pass_and_every_wait_has_a_timeout() -> None:
     wait_until(lambda: all(group.is_aborted for group in NcclGroup.made))
 
 
-def test_a_bucket_that_does_not_come_is_an_error_within_the_timeout() -> None:
+def test_a_missing_bucket_is_an_error_within_the_timeout() -> None:
     slots, [reader] = joined(1, timeout=2.0)
-    with pytest.raises(PushError, match="^collective: expected a bucket to pass"):
+    with pytest.raises(PushError, match="^collective: the transfer of a bucket failed"):
         reader.read(Bucket(index=0, num_bytes=1000, pieces=(), word_sum=0))
     close(slots, [reader])
 
 
-def test_a_bucket_that_nobody_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_broadcast_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, readers = joined(1)
 
     class Broken:
@@ -111,12 +111,12 @@ def test_a_bucket_that_nobody_takes_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(NcclGroup, "broadcast", lambda *_: Broken())
     slots.send(0, 1000)
-    with pytest.raises(PushError, match="found NCCL communicator was aborted; push again$"):
+    with pytest.raises(PushError, match="failed: NCCL communicator was aborted; push again$"):
         slots.wait(0)
     close(slots, readers)
 
 
-def test_what_nccl_says_of_the_cause_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_reported_by_nccl_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, readers = joined(1)
 
     def broadcast(*_: Any) -> None:
@@ -125,7 +125,9 @@ def test_what_nccl_says_of_the_cause_is_kept(monkeypatch: pytest.MonkeyPatch) ->
         )
 
     monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
-    with pytest.raises(PushError, match=r"found NCCL error in: a.cpp:5 \(Last error: no route to host\); push again$"):
+    with pytest.raises(
+        PushError, match=r"failed: NCCL error in: a.cpp:5 \(Last error: no route to host\); push again$"
+    ):
         slots.send(0, 1000)
     close(slots, readers)
 
@@ -137,21 +139,21 @@ def test_a_broadcast_that_cannot_begin_is_an_error_on_both_sides(monkeypatch: py
         raise RuntimeError("NCCL error: remote process exited")
 
     monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
-    with pytest.raises(PushError, match="found NCCL error: remote process exited; push again$"):
+    with pytest.raises(PushError, match="failed: NCCL error: remote process exited; push again$"):
         slots.send(0, 1000)
-    with pytest.raises(PushError, match="found NCCL error: remote process exited; push again$"):
+    with pytest.raises(PushError, match="failed: NCCL error: remote process exited; push again$"):
         reader.read(Bucket(index=0, num_bytes=1000, pieces=(), word_sum=0))
     close(slots, [reader])
 
 
-def test_nobody_makes_a_group_before_all_have_met() -> None:
-    """For NCCL connects members without a limit to its patience."""
+def test_no_member_makes_a_group_before_all_have_met() -> None:
+    """NCCL connects the members without a time limit."""
     slots = new_slots(2, timeout=1.0)
     slots.open()
     failures: list[Future[Any]] = []
     with ThreadPoolExecutor(1) as executor:
         failures.append(executor.submit(join, slots, 0, 1.0))
-        with pytest.raises(PushError, match="^collective: expected the store .* and 3 members"):
+        with pytest.raises(PushError, match="^collective: cannot join the group .* with 3 members"):
             slots.opened()
         with pytest.raises(PushError):
             failures[0].result()
@@ -159,16 +161,16 @@ def test_nobody_makes_a_group_before_all_have_met() -> None:
     slots.close()
 
 
-def test_a_connection_that_comes_about_too_late_is_left_behind_and_then_aborted(
+def test_a_late_connection_is_left_behind_and_then_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(NcclGroup, "eager_connect_single_device", lambda *_: released.wait(SECONDS))
     slots = new_slots(1, timeout=1.5)
     slots.open()
-    with pytest.raises(PushError, match="^collective: expected NCCL to connect the members within 1.5 s"):
+    with pytest.raises(PushError, match="^collective: NCCL did not connect the members within 1.5 s"):
         join(slots, 0, timeout=1.5)
-    with pytest.raises(PushError, match="^collective: expected NCCL to connect the members within 1.5 s"):
+    with pytest.raises(PushError, match="^collective: NCCL did not connect the members within 1.5 s"):
         slots.opened()
     slots.close()
     assert len(NcclGroup.made) == 2 and not any(group.is_aborted for group in NcclGroup.made)
@@ -176,18 +178,18 @@ def test_a_connection_that_comes_about_too_late_is_left_behind_and_then_aborted(
     wait_until(lambda: all(group.is_aborted for group in NcclGroup.made))
 
 
-def test_joins_that_hang_are_few() -> None:
-    """A store that falls silent keeps its clients waiting. Whoever closes a push is not kept, nor others for ever."""
+def test_the_number_of_hanging_joins_is_limited() -> None:
+    """A store that stops answering keeps its clients waiting. Closing the push does not wait, nor do later pushes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = CollectiveSource(backend="nccl", host="127.0.0.1", port=silent.getsockname()[1], rank=1, world_size=2)
         for _ in range(MOST_JOINING):
-            with pytest.raises(PushError, match="^collective: expected NCCL to connect"):
+            with pytest.raises(PushError, match="^collective: NCCL did not connect"):
                 read_from(source, timeout=0.5, is_closed=lambda: True)
         assert len(joining_threads()) == MOST_JOINING
-        with pytest.raises(PushError, match=f"^collective: expected fewer than {MOST_JOINING} pushes"):
+        with pytest.raises(PushError, match=f"^collective: {MOST_JOINING} pushes through NCCL hang"):
             read_from(source)
         assert len(joining_threads()) == MOST_JOINING
-    wait_until(lambda: not joining_threads())  # their connections are gone with the listener
+    wait_until(lambda: not joining_threads())  # closing the listener ended their connections
     slots, readers = joined(1)
     close(slots, readers)
 
@@ -196,31 +198,31 @@ def joining_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "group-join"]
 
 
-def test_a_worker_without_a_gpu_connects_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_a_gpu_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "gpu_of", lambda device: None)
     with socket.create_server(("127.0.0.1", 0)) as store:
         source = CollectiveSource(backend="nccl", host="127.0.0.1", port=store.getsockname()[1], rank=1, world_size=2)
-        with pytest.raises(PushError, match="^collective: expected a GPU for NCCL, found the device cpu"):
+        with pytest.raises(PushError, match="^collective: NCCL needs a GPU, but the device is cpu"):
             read_from(source)
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
             store.accept()
 
 
-def test_a_trainer_without_a_thread_to_join_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_cannot_start_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     slots = new_slots(1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(PushError, match="^collective: expected a thread, found that the system has none left"):
+        with pytest.raises(PushError, match="^collective: cannot start a thread, since the system has none left"):
             slots.open()
     slots.close()
 
 
-def test_a_group_that_nobody_waits_for_is_aborted() -> None:
-    """As where a worker fails to begin after it has joined."""
+def test_an_abandoned_group_is_aborted() -> None:
+    """For example, if a worker fails to begin after it has joined."""
     slots = new_slots(1)
     slots.open()
     reader = join(slots, 0)
@@ -228,31 +230,31 @@ def test_a_group_that_nobody_waits_for_is_aborted() -> None:
     wait_until(lambda: len(NcclGroup.made) == 2 and all(group.is_aborted for group in NcclGroup.made))
 
 
-def test_a_device_that_is_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "gpu_of", lambda device: None)
-    with pytest.raises(PushError, match="^collective: expected a GPU for NCCL, found the device cpu"):
+    with pytest.raises(PushError, match="^collective: NCCL needs a GPU, but the device is cpu"):
         nccl.new_group(torch.distributed.HashStore(), 0, 1, timedelta(seconds=SECONDS), CPU)
     assert not NcclGroup.made
 
 
 @pytest.mark.parametrize("change", [dict(rank=0), dict(rank=2**16), dict(world_size=1), dict(world_size=2**16 + 1)])
-def test_a_group_that_cannot_be_is_refused(change: dict[str, int]) -> None:
+def test_an_invalid_group_is_refused(change: dict[str, int]) -> None:
     right = dict(host="127.0.0.1", port=1, rank=2**16 - 1, world_size=2**16)
     assert CollectiveSource.model_validate(right).rank == 2**16 - 1
     with pytest.raises(ValidationError):
         CollectiveSource.model_validate(right | change)
 
 
-def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_nccl_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL")
     slots = new_slots(1)
-    with pytest.raises(PushError, match="^collective: expected a torch with NCCL"):
+    with pytest.raises(PushError, match="^collective: this torch has no NCCL"):
         join(slots, 0)
     slots.close()
 
 
 @pytest.mark.parametrize("before", ["0", None])
-def test_the_environment_is_as_it_was(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if before is not None:
         monkeypatch.setenv(BLOCKING_WAIT, before)
     store = torch.distributed.HashStore()

@@ -1,4 +1,4 @@
-"""The worker's side alone, against plain tensors: what arrives is there, and what is wrong is refused and named."""
+"""The receiver alone, with plain tensors: correct pieces reach the staging; wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Feed:
-    """A receiver, the shared memory it reads, and its events. The ids of its calls are `b`, `s` and `v`."""
+    """A receiver, the shared memory that it reads, and its events. The ids of its calls are `b`, `s` and `v`."""
 
     def __init__(self, weights: FakeWeights | None = None, **begin: Any) -> None:
         self.slots = SharedSlots(4096)
@@ -151,7 +151,7 @@ def refused(event: PushEvent, *words: str) -> None:
         assert word in str(event.error)
 
 
-def test_what_was_sent_is_in_the_staging(feed: Feed) -> None:
+def test_sent_tensors_are_in_the_staging(feed: Feed) -> None:
     sent = random_tensors()
     embed, layer, norm = (sent[name] for name in SHAPES)
     first = feed.stage(feed.rows("embed.weight", embed, 0, 32), feed.rows("norm.weight", norm, at=1024))
@@ -164,7 +164,7 @@ def test_what_was_sent_is_in_the_staging(feed: Feed) -> None:
     assert feed.receiver.progress.phase == "verified"
     staging = feed.receiver.staging
     assert isinstance(staging, FakeStaging)
-    feed.slots.slots[0].fill_(7)  # nothing may still look at the slots
+    feed.slots.slots[0].fill_(7)  # nothing may read the slots any more
     feed.slots.slots[1].fill_(7)
     assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in sent.items())
     assert all(not live.any() for live in feed.weights.live.values())
@@ -189,7 +189,7 @@ def test_in_place_nothing_is_staged_before_the_receiver_is_told_to_proceed() -> 
     assert feed.events.empty() and feed.receiver.staging is None
 
 
-def test_in_place_a_source_that_is_not_there_is_not_opened(tmp_path: Path) -> None:
+def test_in_place_a_missing_source_is_an_error_before_opened(tmp_path: Path) -> None:
     for source in (
         SharedSource(name=f"trueroll-{'0' * 32}", slot_bytes=4096, num_slots=2),
         DiskSource(folder=str(tmp_path)),
@@ -201,7 +201,7 @@ def test_in_place_a_source_that_is_not_there_is_not_opened(tmp_path: Path) -> No
 
 
 def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
-    """As it does where that one was lost with a connection and is sent again."""
+    """This happens if the first call was lost with a connection and is sent again."""
     sent = random_tensors()
     buckets = []
     for name in ("embed.weight", "norm.weight"):
@@ -230,12 +230,12 @@ def test_nothing_more_is_taken_after_verify(feed: Feed, call: str) -> None:
     for name in SHAPES:
         feed.stage(feed.rows(name, sent[name]))
     assert feed.verify() == VERIFIED
-    assert feed.verify() == VERIFIED  # which may be asked again
+    assert feed.verify() == VERIFIED  # verify_push may be repeated
     if call == "verify":
         event = feed.verify(num_buckets=len(SHAPES) + 1)
     else:
         event = feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
-    refused(event, "nothing more after verify_push")
+    refused(event, "came after verify_push")
 
 
 def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
@@ -248,13 +248,13 @@ def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
 
 
 def summed(feed: Feed, *pieces: Rows | Elements) -> dict[str, Any]:
-    """The pieces of the next bucket, and its word sum, as `stage` takes them."""
+    """Return the keyword arguments of `stage` for a next bucket of these pieces with a word sum."""
     end = max(piece.offset + piece.num_bytes for piece in pieces)
     plain = tuple(piece.model_copy(update=dict(checksum=None)) for piece in pieces)
     return dict(pieces=plain, word_sum=word_sum(feed._slot[:end]))
 
 
-def test_buckets_with_a_word_sum_are_taken_and_mix_with_others(feed: Feed) -> None:
+def test_buckets_with_and_without_a_word_sum_may_be_mixed(feed: Feed) -> None:
     sent = random_tensors()
     embed, layer, norm = (sent[name] for name in SHAPES)
     pieces = feed.rows("embed.weight", embed), feed.rows("norm.weight", norm, at=1024)
@@ -268,7 +268,7 @@ def test_buckets_with_a_word_sum_are_taken_and_mix_with_others(feed: Feed) -> No
 
 @pytest.mark.parametrize("place", [0, 767, 800, 1071])
 def test_a_corrupt_bucket_with_a_word_sum_is_refused(feed: Feed, place: int) -> None:
-    """Also where it is only the gap between two pieces."""
+    """Even if only the gap between two pieces is corrupt."""
     sent = random_tensors()
     pieces = feed.rows("embed.weight", sent["embed.weight"]), feed.rows("norm.weight", sent["norm.weight"], at=1024)
     changes = summed(feed, *pieces)
@@ -287,8 +287,12 @@ def test_a_bucket_has_one_kind_of_checksum() -> None:
         refused(feed.stage(rows, **change(feed, rows, elements)), "embed.weight", *words)
         feed.close()
 
-    refuse(lambda feed, rows, _: summed(feed, rows) | dict(word_sum=None), "a checksum of it or of its bucket", "none")
-    refuse(lambda feed, rows, _: summed(feed, rows) | dict(pieces=(rows,)), "one checksum, of its bucket")
+    refuse(
+        lambda feed, rows, _: summed(feed, rows) | dict(word_sum=None),
+        "a checksum of the piece or of its bucket",
+        "none",
+    )
+    refuse(lambda feed, rows, _: summed(feed, rows) | dict(pieces=(rows,)), "only the word sum of its bucket")
     refuse(
         lambda feed, _, elements: summed(feed, elements) | dict(num_bytes=elements.num_bytes),
         "rows in a bucket with a word sum",
@@ -299,7 +303,7 @@ def test_a_bucket_has_one_kind_of_checksum() -> None:
 def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
     weights = FakeWeights(SHAPES)
     assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False)
-    with pytest.raises(PushError, match="bucket 3: expected a word sum, for it is on meta, found none"):
+    with pytest.raises(PushError, match="bucket 3: is on meta, but has no word sum"):
         assembly.inspect_all(Bucket(index=3, num_bytes=0, pieces=()), torch.empty(8, dtype=torch.uint8, device="meta"))
 
 
@@ -319,15 +323,15 @@ def test_values_that_are_not_finite_are_found_in_a_bucket_with_a_word_sum() -> N
         (dict(name="unknown.weight"), ["unknown.weight: unknown"]),
         (dict(name="module.embed.weight"), ["module.embed.weight", "wrapper", "'module.'"]),
         (dict(name="head.weight"), ["head.weight", "tied to embed.weight"]),
-        (dict(name="old.bias"), ["old.bias", "left out"]),
+        (dict(name="old.bias"), ["old.bias", "leave it out"]),
         (dict(shape=(8, 48)), ["embed.weight", "expected shape [48, 8], found [8, 48]"]),
         (dict(shape=(48, 16)), ["embed.weight", "expected shape"]),
         (dict(length=49), ["embed.weight", "48 rows", "[0, 49)"]),
         (dict(start=2**62, length=2**62), ["embed.weight", "48 rows"]),
         (dict(length=0, num_bytes=0), ["embed.weight", "48 rows"]),
-        (dict(start=8, length=40, num_bytes=640), ["embed.weight", "16 divides"]),
+        (dict(start=8, length=40, num_bytes=640), ["embed.weight", "a multiple of 16"]),
         (dict(num_bytes=766), ["embed.weight", "768 bytes", "766"]),
-        (dict(offset=2), ["embed.weight", "64 divides"]),
+        (dict(offset=2), ["embed.weight", "a multiple of 64"]),
         (dict(offset=64), ["embed.weight", "within the bucket's 768 bytes"]),
         (dict(offset=2**62), ["embed.weight", "within the bucket's 768 bytes"]),
     ],
@@ -337,13 +341,13 @@ def test_a_wrong_piece_is_refused(feed: Feed, change: dict[str, Any], words: lis
     refused(feed.stage(piece.model_copy(update=change), num_bytes=768), *words)
 
 
-def test_rows_come_in_their_order(feed: Feed) -> None:
+def test_rows_out_of_order_are_refused(feed: Feed) -> None:
     piece = feed.rows("embed.weight", random_tensors()["embed.weight"], 16)
     refused(feed.stage(piece), "embed.weight", "rows from 0 on", "rows from 16 on")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 767, 769, 4097, 2**62])
-def test_a_bucket_is_as_long_as_its_pieces(feed: Feed, num_bytes: int) -> None:
+def test_a_bucket_of_another_size_than_its_pieces_is_refused(feed: Feed, num_bytes: int) -> None:
     piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
     refused(feed.stage(piece, num_bytes=num_bytes), "bytes")
 
@@ -353,14 +357,14 @@ def test_a_bucket_must_fit_its_slot() -> None:
     small = SharedSource(name=slots.source(0).name, slot_bytes=512, num_slots=16)
     feed = Feed(source=small)
     assert feed.next() == BEGUN
-    refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "512 bytes at most")
+    refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "more than a slot (512)")
     feed.close()
     slots.close()
 
 
-def test_slots_are_cut_when_they_are_read() -> None:
-    """However many there are: a tensor for each of some millions takes gigabytes."""
-    slots = SharedSlots(64 * 2**15)  # two, of whole pages
+def test_a_slot_becomes_a_tensor_only_when_it_is_read() -> None:
+    """A tensor for each of millions of slots would take gigabytes."""
+    slots = SharedSlots(64 * 2**15)  # two slots of whole pages
     slots.slots[1][:64] = 7
     source = slots.source(0).model_copy(update=dict(slot_bytes=64, num_slots=2**16))
     gc.collect()
@@ -394,7 +398,7 @@ def test_a_tensor_that_comes_twice_is_refused(feed: Feed) -> None:
 
 def test_a_tensor_that_is_missing_is_refused(feed: Feed) -> None:
     assert feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])) == STAGED
-    refused(feed.verify(), "missing are embed.weight, layer.weight")
+    refused(feed.verify(), "missing: embed.weight, layer.weight")
 
 
 def test_a_tensor_that_is_incomplete_is_refused(feed: Feed) -> None:
@@ -405,16 +409,16 @@ def test_a_tensor_that_is_incomplete_is_refused(feed: Feed) -> None:
     refused(feed.verify(), "embed.weight (16 of 48 rows)")
 
 
-def test_buckets_are_counted(feed: Feed) -> None:
+def test_a_wrong_number_of_buckets_is_refused(feed: Feed) -> None:
     sent = random_tensors()
     for name in SHAPES:
         feed.stage(feed.rows(name, sent[name]))
-    refused(feed.verify(num_buckets=4), "expected 3 buckets", "found 4")
+    refused(feed.verify(num_buckets=4), "4 buckets were sent", "3 arrived")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("has_word_sum", [False, True])
-def test_a_payload_that_is_not_finite_is_refused_unless_asked_for(value: float, has_word_sum: bool) -> None:
+def test_nonfinite_values_are_refused_unless_allowed(value: float, has_word_sum: bool) -> None:
     norm = random_tensors()["norm.weight"]
     norm[11] = value
     events = []
@@ -427,7 +431,7 @@ def test_a_payload_that_is_not_finite_is_refused_unless_asked_for(value: float, 
     assert events[1] == STAGED
 
 
-def test_changed_elements_are_put(sparse_feed: Feed) -> None:
+def test_changed_elements_are_staged(sparse_feed: Feed) -> None:
     values = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16)
     assert sparse_feed.stage(sparse_feed.elements("embed.weight", [0, 5, 383], values)) == STAGED
     assert sparse_feed.stage(sparse_feed.elements("norm.weight", [], values[:0])) == STAGED
@@ -489,7 +493,7 @@ def test_elements_need_a_base(feed: Feed) -> None:
     refused(feed.stage(piece), "embed.weight", "no base")
 
 
-def test_a_silent_trainer_breaks_the_push() -> None:
+def test_a_push_breaks_off_if_no_call_comes() -> None:
     feed = Feed(timeout=0.2)
     assert feed.next() == BEGUN
     event = feed.next()
@@ -501,7 +505,7 @@ def test_a_silent_trainer_breaks_the_push() -> None:
 
 
 def test_a_worker_waits_longer_for_a_group_than_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the trainer names the worker that is silent, before another one says that the group did not form."""
+    """The trainer can then name the silent worker before another worker reports that the group did not form."""
     limits: list[float] = []
 
     def no_reader(source: object, push_id: str, timeout: float, join_timeout: float, *_: object) -> None:
@@ -515,7 +519,7 @@ def test_a_worker_waits_longer_for_a_group_than_the_trainer(monkeypatch: pytest.
     feed.receiver.join(SECONDS)
 
 
-def test_a_closed_receiver_lets_everything_go(feed: Feed) -> None:
+def test_a_closed_receiver_frees_everything(feed: Feed) -> None:
     assert feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])) == STAGED
     name = feed.slots.source(0).name
     assert mappings_of(name) == 2
@@ -531,7 +535,7 @@ def mappings_of(name: str) -> int:
     return Path("/proc/self/maps").read_text().count(name)
 
 
-def test_staging_that_finds_no_memory_is_told() -> None:
+def test_too_little_memory_for_the_staging_is_an_error() -> None:
     class Full(FakeWeights):
         def new_staging(self, in_place: bool) -> FakeStaging:
             raise MemoryError
@@ -541,7 +545,7 @@ def test_staging_that_finds_no_memory_is_told() -> None:
     feed.close()
 
 
-def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_source_is_refused(tmp_path: Path) -> None:
     missing = SharedSource(name=f"trueroll-{'0' * 32}", slot_bytes=4096, num_slots=2)
     nobody = CollectiveSource(host="127.0.0.1", port=1, rank=1, world_size=2)
     elsewhere = CudaIpcSource(gpu=gpu(0), handle=bytes(64), slot_bytes=4096, num_slots=2)
@@ -549,7 +553,7 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
         (missing, "shared"),
         (nobody, "collective"),
         (nobody.model_copy(update=dict(backend="nccl")), "collective"),
-        (elsewhere, f"the trainer's GPU {gpu(0)}, found None"),
+        (elsewhere, f"the trainer is on GPU {gpu(0)}"),
         (DiskSource(folder=str(tmp_path / "none")), "none"),
         (DiskSource(folder="\0"), "disk"),
     ]:
@@ -576,7 +580,7 @@ def test_shared_memory_is_private_and_leaves_no_name() -> None:
     slots.close()
 
 
-def test_what_a_killed_trainer_left_goes_with_the_next_push_and_nothing_else() -> None:
+def test_the_next_push_removes_only_the_memory_of_a_killed_trainer() -> None:
     code = (
         "import time; from trueroll.weight_sync.transports.shared import SharedSlots\n"
         "slots = SharedSlots(4096); print(slots.source(0).name, flush=True); time.sleep(3600)"
@@ -586,15 +590,15 @@ def test_what_a_killed_trainer_left_goes_with_the_next_push_and_nothing_else() -
         assert trainer.stdout is not None
         left = Path("/dev/shm") / trainer.stdout.readline().strip()
         SharedSlots(4096).close()
-        assert left.exists(), "its trainer is there"
+        assert left.exists(), "its trainer still runs"
         trainer.kill()
     SharedSlots(4096).close()
     assert not left.exists() and (Path("/dev/shm") / alive.source(0).name).exists()
     alive.close()
 
 
-def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
-    """`close` returns only when nothing is being written, and what is queued behind it is never written."""
+def test_a_receiver_closed_while_a_piece_is_copied_writes_nothing_more() -> None:
+    """`close` returns only when nothing is being written. Queued pieces are never written."""
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(FakeStaging):
@@ -629,7 +633,7 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
     feed.slots.close()
 
 
-def test_a_receiver_that_checks_a_piece_is_not_waited_for(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_the_check_of_a_piece(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def slow_checksum(data: Any, *_: Any) -> tuple[int, bool]:
