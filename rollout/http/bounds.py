@@ -42,7 +42,7 @@ class Head:
 
 
 class Framing:
-    """Limits the overhead of a body: the number of its chunks, and the bytes of chunk sizes, extensions and trailers."""
+    """Limits the overhead of a body: the number of chunks, and the bytes of chunk sizes, extensions and trailers."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config

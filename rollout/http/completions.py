@@ -42,7 +42,7 @@ class CompletionFields(TextFields):
 
 @dataclass
 class CompletionForm:
-    """Writes completions. `prefixes`: for each prompt, the text and log-probs that `echo` puts before its completions."""
+    """Writes completions. `prefixes`: for each prompt, the text and log-probs that `echo` adds in front."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""Settings of the front end. This module imports neither starlette nor h11, so settings are checked before those load."""
+"""Settings of the front end. This module imports neither starlette nor h11: settings are checked before they load."""
 
 from __future__ import annotations
 

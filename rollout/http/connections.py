@@ -480,7 +480,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 
     def _let_close_reset(self) -> None:
-        """Let closing reset the connection: the client sees that its answer is cut, and the kernel drops unsent data."""
+        """Make closing reset the connection, so the client sees a cut answer and the kernel drops unsent data."""
         assert self._transport is not None
         at_once = struct.pack("ii", 1, 0)
         self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
@@ -548,5 +548,5 @@ def _no_room() -> bytes:
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
-    """Return the error for a request that h11 refuses. Its text is cut to 200 characters, as it may quote the request."""
+    """Return the error for a request that h11 refuses. h11's text is truncated, as it may quote the request."""
     return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")
