@@ -28,7 +28,7 @@ OPEN_PATHS = {"/health", *FILES}
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
 """Paths with bodies of tokens or text, which may have up to `max_body_bytes`."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Paths whose requests count towards `max_open_requests`."""
+"""Requests for these paths count towards `max_open_requests`."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
 """The status counted for a client that disconnected before its answer began."""

@@ -110,12 +110,12 @@ def newest(page: Page, log: SampleLog) -> None:
 def test_the_key_is_asked_for_and_stays_in_the_tab(browser: Browser, front: Front, log: SampleLog) -> None:
     add(log, "an answer")
     page, complaints = open_page(browser, front, None)
-    field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Go on")
+    field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Continue")
     expect(page.get_by_role("dialog")).to_be_visible()
     assert page.locator("#groups li").count() == 0
     field.fill("a-wrong-key")
     button.click()
-    expect(page.locator("#wrong")).to_have_text("That was not the key of this server.")
+    expect(page.locator("#wrong")).to_have_text("This is not the key of this server.")
     field.fill(front.key)
     page.keyboard.press("Enter")
     expect(page.locator("#groups li")).to_have_count(1)
