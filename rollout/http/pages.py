@@ -181,7 +181,7 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """Return the user of a request, which may see the groups of this user only; None if it may see all groups."""
+    """Return the user to limit a request to the groups of; None if the request may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 

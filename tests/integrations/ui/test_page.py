@@ -148,7 +148,7 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     expect(page.locator("#weights")).to_have_text("weights 7")
     expect(page.locator("#events li").first).to_contain_text("weights 0 → 7")
     page.get_by_role("button", name="Score sample 1 again").click()
-    expect(page.locator(".result.changed")).to_contain_text("Drawn by weights 0, scored by 7")
+    expect(page.locator(".result.changed")).to_contain_text("Sampled with weights 0, scored with 7")
     expect(page.locator(".result.good")).to_have_count(2)
 
 
