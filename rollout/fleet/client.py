@@ -175,7 +175,7 @@ class AsyncFleetClient(AsyncRolloutClient):
                 differing = [key for key, value in expected.checksums.items() if other.checksums.get(key) != value]
                 raise IllegalStateError(
                     f"fleet: workers {first} (version {expected.weight_version}) and {name} (version "
-                    f"{other.weight_version}) have different weights in {list_names(differing)}; ask again after the push"
+                    f"{other.weight_version}) differ in the weights {list_names(differing)}; ask again after the push"
                 )
         return expected
 
