@@ -116,7 +116,7 @@ class Fleet:
         try:
             self._thread.submit(self._scaler.scale(num_workers)).result()
         except CancelledError:
-            raise TruerollError("fleet is closed; make a new one") from None
+            raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
         """Return the process ids of each running worker by its name: of its Ray actor, and of the worker itself. Both

@@ -42,7 +42,7 @@ class OpenRequests:
         """Raise InvalidRequestError if one of these ids is in use or is given twice."""
         for id, count in Counter(ids).items():
             if count > 1 or id in self._requests:
-                text = f"request_ids: {id!r} is already in use; give each request its own id"
+                text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
@@ -62,7 +62,7 @@ class OpenRequests:
         if self._watch is not None:
             self._watch.cancel()
         for request in [*self._requests.values()]:
-            request.finish(TruerollError("client is closed; make a new one"))
+            request.finish(TruerollError("client: closed; make a new one"))
 
     async def _watch_stragglers(self, seconds: float) -> None:
         while True:

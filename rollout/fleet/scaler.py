@@ -99,8 +99,8 @@ class Scaler:
             return
         if any(slot.waits_since == self._slots.num_scales for slot in self._slots):
             raise IllegalStateError(
-                f"scale: all workers were lost, and nothing has their weights (version {noted.version}); push them again "
-                "with publisher.restore(model) or push_folder, or push newer ones: then the waiting workers can serve"
+                f"scale: all workers were lost, and nothing has their weights (version {noted.version}); push them "
+                "again with publisher.restore(model) or push_folder, or push newer ones: then waiting workers serve"
             )
 
     async def _check_awake(self) -> None:

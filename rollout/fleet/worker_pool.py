@@ -176,7 +176,7 @@ class WorkerPool:
 
     def _check_home(self) -> None:
         if self._is_closed:
-            raise TruerollError("client is closed; make a new one")
+            raise TruerollError("client: closed; make a new one")
         if self._home is None:
             return
         pid, loop = self._home
@@ -184,6 +184,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: this event loop is not the one of its first call; create a client in each event loop, or use "
+                "client: was called in another event loop than that of its first call; make a client in each, or use "
                 "FleetClient"
             )
