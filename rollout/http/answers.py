@@ -29,8 +29,7 @@ _CHOICE_BYTES = 512
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Estimated JSON size of a token in an answer, in bytes. Most tokens take less; the few with long texts may take
-    more.
+    """Estimated JSON size of a token in an answer, in bytes. Most tokens take less; a few with long texts take more.
 
     `new`: bytes per generated token. `prompt`: bytes per prompt token, for each choice.
     """

@@ -256,7 +256,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_head = False
         self._set_deadline(self._config.head_seconds, self._end_wait)
 
-    # What asyncio calls
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -375,8 +375,8 @@ class Connection(asyncio.BufferedProtocol):
     # Reading
 
     def _note_received(self, data: bytes) -> None:
-        """Count received data towards the limits of the head or of the body's framing. Raise HttpError if it exceeds
-        one.
+        """Count received data towards the limits of the head or of the body's framing. Raise HttpError beyond a
+        limit.
         """
         if self._stage in ("new", "idle"):
             if self._stage == "idle" and self._head.num_bytes == 0:

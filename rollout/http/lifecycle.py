@@ -66,8 +66,8 @@ def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> An
 
 
 class Lifecycle:
-    """Handlers for the calls about the worker rather than a request. `address`: of the worker, or the file of a fleet.
-    `keys`: `server_public_key` and `client_key`. `watch`: watches the same worker.
+    """Handlers for the calls about the worker rather than a request. `address`: address of the worker, or the file of a
+    fleet. `keys`: `server_public_key` and `client_key`. `watch`: polls the same worker.
     """
 
     def __init__(

@@ -72,9 +72,7 @@ class ServedModel:
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
-        """Raise an error about `field` if a prompt has no tokens, or if a prompt and its new tokens do not fit the
-        context.
-        """
+        """Raise an error about `field` if a prompt has no tokens, or does not fit the context with its new tokens."""
         if not prompts or not all(prompts):
             text = "prompt: each prompt needs at least one token; give some text"
             raise InvalidRequestError(text, field=field, value=0, limit=1)
@@ -91,9 +89,7 @@ class ServedModel:
             )
 
     def check_texts(self, texts: Sequence[str], fits_context: bool = True) -> None:
-        """Raise HttpError if the texts are too long together, or, with `fits_context`, if one cannot fit the
-        context.
-        """
+        """Raise HttpError if the texts are too long together or, with `fits_context`, if one cannot fit the context."""
         self._check_chars("prompt", sum(map(len, texts)), max(map(len, texts), default=0) if fits_context else 0)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

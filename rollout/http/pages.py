@@ -78,7 +78,7 @@ class Pages:
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
     async def live(self, request: Request) -> Response:
-        """Return the snapshots of the worker after `since`, in seconds since 1970, and the groups with ids above
+        """Return the looks at the worker after `since`, in seconds since 1970, and the groups with ids above
         `after`.
         """
         new = self._samples.after(_whole(request, "after"), _viewer(request))
@@ -104,9 +104,7 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def tokens(self, request: Request) -> Response:
-        """Return tokens of the group `group` from position `start`: of its sample `sample` if given, else of its
-        prompt.
-        """
+        """Return tokens of the group `group` from `start` on: of its sample `sample` if given, else of its prompt."""
         group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
@@ -181,7 +179,7 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """Return the user to limit a request to the groups of; None if the request may see all groups."""
+    """Return the user if the request may see only this user's groups; None if it may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 

@@ -128,8 +128,8 @@ async def _answer(
 
 @contextmanager
 def _signals(end: Callable[[bool], None]) -> Iterator[None]:
-    """Context manager that calls `end` at SIGTERM and SIGINT, with whether it is SIGINT. It does nothing outside the
-    main thread, which alone gets signals.
+    """Context manager that calls `end(False)` at SIGTERM and `end(True)` at SIGINT. It does nothing outside the main
+    thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -163,9 +163,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
 
 
 def listen(config: HttpConfig) -> socket.socket:
-    """Return a socket that listens on the host and port of the settings. Raise ConfigError if it cannot listen
-    there.
-    """
+    """Return a socket that listens on the host and port of the settings. Raise ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

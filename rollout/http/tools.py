@@ -15,9 +15,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolText:
-    """Splits the growing text of a sample into content and tool calls. Text that does not parse as tool calls is
-    content.
-    """
+    """Splits the growing text of a sample into content and tool calls. Text that is no valid tool call is content."""
 
     def __init__(self) -> None:
         self._held = ""
