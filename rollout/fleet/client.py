@@ -200,8 +200,8 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
         """Call each worker, and return the replies of those that answer, by name. `are_serving`: call serving workers
-        only. Raise WorkerLostError if no worker answers, and any error that does not mean that a worker is lost or
-        ends.
+        only. Raise WorkerLostError if no worker answers. Raise the first error of a worker that is neither lost nor
+        exiting.
         """
         await self._pool.start()
         found: dict[str, T] = {}

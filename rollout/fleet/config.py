@@ -18,9 +18,7 @@ from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
-"""Default of `drain_seconds` for the workers of a fleet: how long a worker may finish its requests if the fleet
-ends.
-"""
+"""Default of `drain_seconds` for the workers of a fleet: time to finish requests if the fleet's process ends."""
 
 
 MOST_WORKERS = 2**10

@@ -19,9 +19,7 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Chooses among the eligible workers. `version`: the newest weight version among them; None before there was
-    any.
-    """
+    """Chooses among the eligible workers. `version`: their newest weight version; None before there were any."""
 
     def __init__(self) -> None:
         self.version: int | None = None

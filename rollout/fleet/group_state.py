@@ -101,8 +101,8 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Return whether the reply is an aborted sample that the caller did not abort. Its worker may be about to exit.
-        `index`: see `take`.
+        """Return whether the reply was aborted, but not by the caller. The worker may be about to exit. `index`: see
+        `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
             return False

@@ -14,9 +14,7 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used ones are always
-    kept.
-    """
+    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` last used ones are always kept."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

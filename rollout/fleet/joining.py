@@ -30,9 +30,7 @@ Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 MOST_REFUSALS = 3
 """Number of refused attempts after which the fleet gives up. Causes are the folder, its free space or its content."""
 MOST_FAILURES = 20
-"""Number of attempts with a passing cause after which the fleet gives up. An example is a peer that is lost or
-asleep.
-"""
+"""Number of attempts with a transient cause, such as a peer that is lost or asleep, after which the fleet gives up."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 
@@ -43,9 +41,9 @@ log = logging.getLogger(__name__)
 class _Failures:
     """The failed attempts since the last reset.
 
-    `num_refusals`: number of refused attempts. `num_passing`: number of attempts with a passing cause. `are_final`: a
-    change of the peer's state will not help. `pause`: seconds before the attempt after the next one. `due`: time of the
-    next attempt, in monotonic seconds.
+    `num_refusals`: number of refused attempts. `num_passing`: number of attempts with a transient cause. `are_final`:
+    whether a change of the peer's state cannot help. `pause`: seconds between the next attempt and the one after it.
+    `due`: time of the next attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0
@@ -93,7 +91,7 @@ class Joining:
         and the worker must wait for a push, else `failed`.
 
         `target`: identifies the weights and the peer; a new target resets all counts. `state`: state of the peer; a new
-        state resets the count of passing causes, but not that of refusals.
+        state resets the count of transient causes, but not that of refusals.
         """
         if target != self._target:
             self.retry()

@@ -348,7 +348,7 @@ def test_attempts_to_hand_weights_over_are_bounded_and_reported(
     assert outcomes(Joining("worker-1"), Attempts(False)) == ["waiting"] * 100
 
 
-def test_a_new_state_of_the_peer_resets_only_passing_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_state_of_the_peer_resets_only_transient_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining_module, "FIRST_PAUSE", 0.0)
     for error, count in ((WorkerLostError("gone"), 40), (PushError("disk: no space"), 3), (ConfigError("dtype"), 1)):
         joining, attempts = Joining("worker-1"), Attempts(error)
