@@ -1,7 +1,7 @@
 """Kinds of workers. Workers of one kind give the same bits.
 
-Owns: the kind of the fleet, and the workers of other kinds. The fleet has the kind of its first member that answers,
-until no worker of that kind is left. Workers of other kinds get no requests.
+Owns: the kind of the fleet, and the workers of other kinds. The kind of the fleet is that of the first member in the
+list that answers, until no worker of that kind is left. Workers of other kinds get no requests.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Forget the kind of the fleet. The next `follow` takes the kind of the first worker that has answered by
-        then.
-        """
+        """Forget the kind of the fleet. The next `follow` takes that of the first worker that has answered by then."""
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:

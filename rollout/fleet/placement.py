@@ -65,8 +65,7 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each beginning of a prompt that consists of whole pieces, the shortest first; at least
-    one.
+    """Return a 64-bit hash of each beginning of a prompt that ends with a whole piece, shortest first; at least one.
 
     The first 16 pieces have `PIECE` tokens. After every 16 pieces the size doubles, so even long prompts have few
     pieces. A prompt shorter than one piece counts as a piece. `prompt_token_ids`: int32 [prompt_len]. Prompts with

@@ -60,11 +60,9 @@ with _outliving_its_raylet():
 OBJECT_STORE_BYTES = 80 * 2**20
 """The minimum that Ray accepts. Nothing passes through Ray's object store."""
 LOCAL_CPUS = 1024
-"""Number of CPUs that a local cluster claims to have, so that Ray does not limit how many workers share the real
-ones.
-"""
+"""Number of CPUs that a local cluster claims to have, so that Ray does not limit the number of workers."""
 STARTS = 4
-"""Maximum number of attempts to start a local cluster. Ray waits 30 seconds in each, too short for a busy machine."""
+"""Maximum number of attempts to start a local cluster. Ray limits each to 30 seconds, too few on a busy machine."""
 END_SECONDS = 10.0
 """How long to wait for killed processes. A process that waits for a device may end later."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -209,9 +207,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end it if it is local. Does nothing to a cluster that other code in this process
-        joined.
-        """
+        """Leave the cluster, or end it if it is local. If other code in this process joined it, keep it."""
         with self._lock:
             self._is_closed = True
             if self._is_own:

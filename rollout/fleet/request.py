@@ -46,8 +46,8 @@ class _Attempt:
     is_last: bool = False
 
     async def abort(self, indices: set[int], n: int) -> None:
-        """Make the worker abort the samples `indices` of `n`. Ignore errors: if the worker is lost, `GroupState` ends
-        them.
+        """Make the worker abort the samples `indices` of `n`. Ignore errors: `GroupState` ends samples of lost
+        workers.
         """
         with suppress(TruerollError):
             for id, index in self.ask.targets(indices, n):

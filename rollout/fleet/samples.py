@@ -68,8 +68,8 @@ class Samples:
         self._shown.clear()
 
     def show(self, ask: Ask, piece: SampleDelta) -> list[Reply]:
-        """Return the replies that deliver a piece of a sample. The piece is dropped if an earlier one was not shown.
-        `ask`: the ask that pieces are shown of.
+        """Return the replies that deliver a piece of a sample. `ask`: the ask that the piece came from. Drop the piece
+        if an earlier one was not shown.
         """
         own, start = piece.index, piece.start
         if own in ask.prior:
@@ -109,9 +109,7 @@ class Samples:
         return end_of_group(self._request, dict(Counter(self.delivered.values())))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Return one piece with the whole sample, if the request wants pieces and the shown ones are not the whole of
-        it.
-        """
+        """Return one piece with the whole sample, if the request wants pieces and the shown ones are incomplete."""
         if not (isinstance(self._request, protocol.Generate) and self._request.deltas):
             return []
         count = len(sample.token_ids) // 4

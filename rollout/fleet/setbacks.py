@@ -65,7 +65,7 @@ class Setbacks:
         return None if is_waiting else errors[0]
 
     def too_many_losses(self, request_id: str) -> WorkerLostError | None:
-        """Return the error of a request that was lost with too many workers; None while there were not too many."""
+        """Return an error if the request was lost with too many workers, else None."""
         if self.num_losses <= MOST_LOSSES:
             return None
         return WorkerLostError(
@@ -79,7 +79,7 @@ class Setbacks:
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusals of workers that are no longer eligible or had a health check since. Return the keys of the
+        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the
         rest.
         """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}

@@ -86,7 +86,7 @@ class Slots:
 
     @property
     def are_asleep(self) -> bool:
-        """Whether all serving workers are asleep. Lost workers are then not replaced, so that the trainer has their
+        """Whether all serving workers are asleep. Lost ones are then not replaced, so that the trainer has the
         memory.
         """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
@@ -100,8 +100,8 @@ class Slots:
         return max(peers, key=_readiness_to_give, default=None)
 
     def are_ahead_of(self, worker: RunningWorker) -> bool:
-        """Return whether the others serve newer weights. It is False during a push, which may just have reached the
-        others first.
+        """Return whether the others serve newer weights. False during a push, which may have reached the others
+        first.
         """
         healths = [other.health for other in self.serving if other.health is not None]
         if worker.health is None or any(health.push or health.state == "updating" for health in healths):

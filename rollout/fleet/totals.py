@@ -17,9 +17,7 @@ assert {*_LEAST_READY_LAST} == {*get_args(protocol.State)}
 
 
 class FleetHealth(protocol.Health):
-    """The health of a fleet. `troubles`: for each joining worker that could not get the weights, its name and the
-    error.
-    """
+    """The health of a fleet. `troubles`: name and error of each joining worker that could not get the weights."""
 
     troubles: tuple[str, ...] = ()
 
@@ -47,9 +45,7 @@ def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()
 
 
 def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
-    """Sum the counters of one or more workers. A worker that still loads its model contributes only its service
-    counters.
-    """
+    """Sum the counters of one or more workers. A worker that still loads its model has only service counters."""
     engines = [each.engine for each in stats if each.engine]
     engine = _merged(engines) if engines else {}
     return stats[0].model_copy(update=dict(engine=engine, service=_added(each.service for each in stats)))
