@@ -126,7 +126,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     own = checked(ChatFields, fields)
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:
-        text = "top_logprobs: it needs logprobs; set logprobs to true"
+        text = "top_logprobs needs logprobs; set logprobs to true"
         raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
     prompt = await token_ids_of(own, served, served.max_model_len)
     served.check_lengths([prompt], params.max_tokens, "messages")

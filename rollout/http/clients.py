@@ -106,9 +106,7 @@ def api_key(config: HttpConfig) -> bytes | None:
     if not _is_api_key(key) or (config.api_key_file is not None and not key):
         raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct it")
     if key and config.clients_file is not None:
-        raise ConfigError(
-            f"clients_file: it cannot be combined with {where}, which has another key; give one of the two"
-        )
+        raise ConfigError(f"clients_file: cannot be combined with {where}, which has another key; give one of the two")
     if not key and config.clients_file is None and not is_loopback(config.host):
         raise ConfigError(
             f"host: {config.host!r} is not a loopback IP and needs an API key; give --api-key-file or --clients-file, "

@@ -125,7 +125,7 @@ class Pages:
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
-            raise HttpError(400, "sample: it has no tokens to score; choose another one", field="sample")
+            raise HttpError(400, "sample: has no tokens to score; choose another one", field="sample")
         return _data(await while_present(request.receive, self._scored(group, sample)))
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
