@@ -50,7 +50,7 @@ def ask(front: Front, key: str, **fields: object) -> int:
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_role_opens_what_it_is_for(chat_model: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_role_opens_only_its_paths(chat_model: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     fake = FakeEngine()
     with (

@@ -167,7 +167,7 @@ def test_requests_follow_each_other_on_a_connection(plain: Server) -> None:
         assert raw.is_closed()
 
 
-def test_what_is_written_is_sent_at_once(plain: Server) -> None:
+def test_answers_are_sent_at_once(plain: Server) -> None:
     """Nagle's algorithm is off, so no segment of an answer waits for an acknowledgement."""
     with plain.connect() as raw:
         raw.send_head("GET", "/health")

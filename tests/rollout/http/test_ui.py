@@ -69,7 +69,7 @@ def test_the_page_may_load_and_run_its_own_files_alone(front: Front) -> None:
     assert loaded == FILES - {"/ui"}
 
 
-def test_what_was_answered_is_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
+def test_answers_are_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
     """Checked for a whole answer, a stream, and `/inference/v1/generate`."""
     salted = {"cache_salt": "between us", "n": 2, "max_tokens": 6, "seed": 2**63 + 1, "temperature": 0.8}
     fields = salted | {"prompt": PROMPT, "logprobs": 0, "stop": ["never"]}
