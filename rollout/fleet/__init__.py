@@ -1,5 +1,5 @@
-"""Many workers as one: what keeps them running on Ray, and the client that asks them.
+"""Many workers as one: a supervisor that keeps them running on Ray, and a client that sends requests to all of them.
 
-Owns: which workers there are, which one is asked for what, and how a request or a push outlives a worker. Does not own:
-what a worker does with a request (`worker`), nor how weights travel (`weight_sync`).
+Owns: the set of workers, the choice of a worker for each request, and the recovery of requests and pushes when a worker
+is lost. Does not own: how a worker answers a request (`worker`), nor how weights travel (`weight_sync`).
 """

@@ -1,7 +1,8 @@
-"""What one worker is asked for a request: all of it, or the samples that are missing, each by a request of its own.
+"""Asks: the messages to one worker on behalf of a request, either for the whole request or for its missing samples.
 
-Pure. A sample is a function of its own seed and of the tokens before it, so any worker gives the same one: alone it is
-asked for as sample 0 of a request whose seed gives the same noise, and the rest of one as its continuation.
+Pure functions and data. A sample is a function of its own seed and of the tokens before it, so any worker returns the
+same sample. A single missing sample is asked for as sample 0 of a separate request with a seed that gives the same
+noise. The rest of a partial sample is asked for as its continuation.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 
 @dataclass(eq=False)
 class Ask:
-    """What one worker is asked. `messages`: for the whole request under None, or for single samples by index. `prior`:
-    what those had before. `num_samples`: how many were answered. `is_lost`: its worker is lost, or about to exit.
-    `refusal`: why its worker refused it.
+    """The messages to one worker on behalf of a request.
+
+    `messages`: one message for the whole request under the key None, or one message for each missing sample by its
+    index. `prior`: the partial samples that are continued, by index. `num_samples`: number of samples that the worker
+    has answered. `is_lost`: whether the worker is lost or about to exit. `refusal`: why the worker refused the request,
+    if it did.
     """
 
     messages: dict[int | None, Request]
@@ -43,29 +47,31 @@ class Ask:
     refusal: TruerollError | None = None
 
     def note(self, error: TruerollError) -> bool:
-        """Note an error of the worker, with which another worker may do better. Return whether it is one."""
+        """Record an error of the worker. Return whether another worker may succeed where this one failed."""
         self.is_lost = self.is_lost or isinstance(error, _LOST)
         self.refusal = error if isinstance(error, _REFUSED) else self.refusal
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Whether all `n` samples of a whole request were answered, so that its end comes next."""
+        """Return whether all `n` samples of a whole request were answered, so its end comes next."""
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """The ids, and the samples of them, that the worker has to abort to end these of `n` samples."""
+        """Return what the worker has to abort to end the samples `indices` of `n`: pairs of a request id and a sample
+        index, or None as the index for all samples of that request.
+        """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]
         return [(whole.id, None)] if len(indices) == n else [(whole.id, index) for index in sorted(indices)]
 
 
 def ask_for_all(request: Request) -> Ask:
-    """The request as it is, under its own id."""
+    """Return an ask for the whole request, unchanged and under its own id."""
     return Ask({None: request.model_copy(update=dict(caller=protocol.new_id()))}, {})
 
 
 def ask_for_missing(request: protocol.Generate, missing: Collection[int], parts: Mapping[int, SampleOutput]) -> Ask:
-    """Each of these samples alone, or the rest of it if there is a part."""
+    """Return an ask for single samples: each whole, or only its continuation if `parts` has a part of it."""
     caller = protocol.new_id()
     messages: dict[int | None, Request] = {}
     for index in missing:
@@ -85,24 +91,24 @@ def _message_for(request: protocol.Generate, index: int, part: SampleOutput | No
 
 
 def group_seed(request: protocol.Generate) -> int:
-    """The seed of the group, as a worker takes it."""
+    """Return the seed that a worker would use for the group."""
     seed = request.params.seed
     return seed_of(request.id, request.prompt_token_ids) if seed is None else seed
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:
-    """The end of a group that no worker has answered as a whole."""
+    """Return the end of a group that no single worker has answered as a whole."""
     params = request.params.model_copy(update=dict(seed=group_seed(request)))
     length = len(request.prompt_token_ids) // 4
     return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=finish_reasons)
 
 
 def aborted_scores(request: protocol.GetScores) -> protocol.Scores:
-    """Scores that were aborted before a worker gave them."""
+    """Return the result of a scoring request that was aborted before a worker answered it."""
     return protocol.Scores(id=request.id, logprobs=b"", finish_reason="abort", weight_versions=())
 
 
 def empty_sample(request: protocol.Generate, index: int) -> SampleOutput:
-    """A sample that was aborted before it had a token."""
+    """Return a sample that was aborted before it had a token."""
     seed = derive_seed(group_seed(request), index)
     return SampleOutput.empty("", index, seed, request.params)

@@ -1,7 +1,7 @@
 """The clients of a fleet: the calls of `RolloutClient`, answered by many workers.
 
-Owns the meaning of the calls for many workers. Does not own the workers: a `WorkerPool` knows them, and a
-`FleetRequest` brings each request to its end. Imports neither torch nor ray.
+Owns: the meaning of each call for many workers. Does not own: the workers, which `WorkerPool` tracks, nor the course of
+a request, which `FleetRequest` runs. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ T = TypeVar("T")
 class AsyncFleetClient(AsyncRolloutClient):
     """A client of all workers of a fleet, with the calls of `AsyncRolloutClient`.
 
-    `fleet`: a `Fleet`, the file that one writes, or the addresses of workers. A group stays together, and goes where
-    the beginning of its prompt is cached. What a lost worker had is asked of another one: each sample comes once, with
-    the same tokens. Calls like `pause` and `sleep` go to all workers; `health` and `stats` tell of all together,
-    `healths` and `all_stats` of each.
+    All samples of a group go to one worker, preferably one that has the beginning of the prompt in its prefix cache. If
+    a worker is lost, its unfinished samples are requested from another worker: each sample is returned once, with the
+    same tokens. Calls like `pause` and `sleep` go to all workers. `health` and `stats` describe all workers together,
+    `healths` and `all_stats` each worker.
 
-    `timeout`, `server_public_key`, `client_key`: see `RolloutClient`, for each worker. `max_staleness`: by how many
-    versions the weights of a group's tokens may differ, and those of a worker that is asked be older than the newest; a
-    group that a push would mix otherwise is begun anew, or raises StaleWeightsError from `stream` if a part of it was
-    yielded. `mixed_kinds`: take workers that differ in backend, instruction set, dtype or version of torch, so that a
-    sample's bits depend on the worker; otherwise ConfigError. `straggler_seconds`: a request that takes longer than
-    that, and three times as long for its size as others, is asked of a second worker too; None: never. `patience`:
-    seconds to wait for a worker while there is none; WorkerLostError after them. `while_connected`: see
-    `AsyncRolloutClient`.
+    `fleet`: a `Fleet`, the file that a fleet writes, or the addresses of workers. `timeout`, `server_public_key`,
+    `client_key`: as for `RolloutClient`, for each worker. `max_staleness`: maximum difference between the weight
+    versions of a group's tokens, and between the newest weights and those of a worker that gets requests. A group with
+    a larger difference, because of a push, is restarted; `stream` raises StaleWeightsError instead if it has yielded a
+    part of the group. `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set,
+    dtype or version of torch, so a sample's bits depend on its worker; False raises ConfigError for such workers.
+    `straggler_seconds`: a request that takes longer than this, and more than three times as long for its size as the
+    slowest recent ones, is sent to a second worker as well; None disables that. `patience`: seconds to wait while no
+    worker can take a request; then the call raises WorkerLostError. `while_connected`: see `AsyncRolloutClient`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class AsyncFleetClient(AsyncRolloutClient):
     ) -> None:
         max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
-            text = f"max_staleness: expected an integer from 0 on, found {brief(max_staleness)}; correct it"
+            text = f"max_staleness: {brief(max_staleness)} is not a non-negative integer; correct it"
             raise ConfigError(text, field="max_staleness", value=max_staleness, limit=0)
 
         def make_client(address: str) -> AsyncRolloutClient:
@@ -84,7 +85,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     @property
     def num_asked_twice(self) -> int:
-        """Requests that a second worker was asked for, as they were far behind."""
+        """Number of stragglers that were sent to a second worker as well."""
         return self._requests.num_asked_twice
 
     async def exchange(
@@ -121,13 +122,13 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """See `AsyncRolloutClient.abort`. Requests that others made are looked for at all workers."""
+        """See `AsyncRolloutClient.abort`. Ids that are not of this client's requests are looked up at all workers."""
         await self._pool.start()
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        # Made only to raise InvalidRequestError for an id or an index that no worker would take.
+        # Built only because it raises InvalidRequestError for an id or an index that no worker would accept.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)
@@ -135,35 +136,37 @@ class AsyncFleetClient(AsyncRolloutClient):
             ended = sum((await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))).values())
         if not ended and not missing_ok:
             which = f"request {id!r}" if index is None else f"sample {index} of request {id!r}"
-            raise UnknownRequestError(f"abort: expected something unfinished of {which}, found none at any worker")
+            raise UnknownRequestError(f"abort: no worker has anything unfinished of {which}")
         return ended
 
     async def abort_all(self) -> int:
-        """End all requests of this client, as `abort` does; returns how many samples that ended."""
+        """Abort all requests of this client. Return the number of samples that this ended."""
         return await self.abort(self._requests.ids, missing_ok=True)
 
     async def health(self) -> FleetHealth:
-        """How the fleet is: sums over the workers that answer; state and weight version of the one that is least ready;
-        `instance` counts them; `troubles` says of each worker that joins why it could not get the weights.
+        """Return the health of the fleet, over the workers that answer.
+
+        Counts are summed. `state`: of the worker that is least ready. `weight_version`: the oldest. `instance`: the
+        number of workers. `troubles`: for each joining worker, why it could not get the weights.
         """
         healths = list((await self.healths()).values())
         return all_healths(healths, [link.member.told for link in self._pool.links if link.member.trouble])
 
     async def stats(self) -> protocol.Stats:
-        """The lifetime counters of all workers that answer, added up."""
+        """Return the sums of the lifetime counters of all workers that answer."""
         return all_stats(list((await self.all_stats()).values()))
 
     async def healths(self) -> dict[str, protocol.Health]:
-        """How each worker is, by its name; those that do not answer are left out."""
+        """Return the health of each worker by its name. Workers that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.health())
 
     async def all_stats(self) -> dict[str, protocol.Stats]:
-        """The lifetime counters of each worker, by its name; those that do not answer are left out."""
+        """Return the lifetime counters of each worker by its name. Workers that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.stats())
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """What the weights are that all workers which serve have. Raise IllegalStateError if they differ, as they do
-        during a push.
+        """Return the checksums of the weights that all serving workers have. Raise IllegalStateError if workers have
+        different weights, which can happen during a push.
         """
         found = await self._ask_each(lambda link: link.client.weight_checksums(), are_serving=True)
         (first, expected), *others = found.items()
@@ -171,14 +174,14 @@ class AsyncFleetClient(AsyncRolloutClient):
             if other.checksums != expected.checksums:
                 differing = [key for key, value in expected.checksums.items() if other.checksums.get(key) != value]
                 raise IllegalStateError(
-                    f"fleet: worker {name}: expected the weights of {first}, version {expected.weight_version}, found "
-                    f"others in {list_names(differing)}, version {other.weight_version}; ask again after the push"
+                    f"fleet: workers {first} (version {expected.weight_version}) and {name} (version "
+                    f"{other.weight_version}) differ in the weights {list_names(differing)}; ask again after the push"
                 )
         return expected
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send a call of the lifecycle to all workers that are members now. Returns the status of the one that is least
-        ready. Raises the first error of a worker that is not lost.
+        """Send a lifecycle call to all current members. Return the combined status: the state of the worker that is
+        least ready, and the oldest weight version. Raise the first error of a worker that is not lost.
         """
         await self._pool.start()
         self._pool.follow()
@@ -191,13 +194,14 @@ class AsyncFleetClient(AsyncRolloutClient):
         return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
 
     async def close(self) -> None:
-        """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
+        """Disconnect from all workers. Pending calls raise TruerollError; their requests go on at the workers."""
         self._requests.close()
         await self._pool.close()
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
-        """What each worker that answers says, or only those that serve. Raises the first other error; WorkerLostError
-        if none answers.
+        """Call each worker, and return the replies of those that answer, by name. `are_serving`: call serving workers
+        only. Raise WorkerLostError if no worker answers. Raise the first error of a worker that is neither lost nor
+        exiting.
         """
         await self._pool.start()
         found: dict[str, T] = {}
@@ -206,14 +210,14 @@ class AsyncFleetClient(AsyncRolloutClient):
             if are_serving:
                 links = [link for link in links if link.member.standing == "serving"]
             found = await _ask_these(links, call)
-            if not found and not any(link.is_gone for link in links):  # otherwise others have taken their places
-                raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")
+            if not found and not any(link.is_gone for link in links):  # otherwise try the workers that replace them
+                raise WorkerLostError("fleet: no worker answers; see the workers' logs")
         return found
 
 
 class FleetClient(RolloutClient):
-    """A client of all workers of a fleet for code without an event loop: `AsyncFleetClient` with the calls of
-    `RolloutClient`. For the arguments see `AsyncFleetClient`.
+    """A client of all workers of a fleet for code without an event loop, with the calls of `RolloutClient`. For the
+    arguments see `AsyncFleetClient`.
     """
 
     def __init__(
@@ -243,14 +247,14 @@ class FleetClient(RolloutClient):
 
     @property
     def num_asked_twice(self) -> int:
-        """Requests that a second worker was asked for, as they were far behind."""
+        """See `AsyncFleetClient.num_asked_twice`."""
         return self._fleet.num_asked_twice
 
 
 def client_for(
     target: str, timeout: float, keys: tuple[Key | None, Key | None], *, while_connected: bool = False
 ) -> AsyncRolloutClient:
-    """The client of a worker by its address, or of a fleet by its file or by several addresses."""
+    """Return a client of a worker, given its address, or of a fleet, given its file or several addresses."""
     kind = AsyncFleetClient if is_fleet(target) else AsyncRolloutClient
     return kind(target, timeout, *keys, while_connected=while_connected)
 
@@ -265,6 +269,6 @@ async def _ask_these(links: list[Link], call: Callable[[Link], Awaitable[T]]) ->
     for link, reply in zip(links, replies, strict=True):
         if not isinstance(reply, BaseException):
             found[link.member.name] = reply
-        elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # the latter: it ends
+        elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # Unavailable: it is exiting
             raise reply
     return found

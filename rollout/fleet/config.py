@@ -1,4 +1,4 @@
-"""The arguments of `Fleet`, and the file in TOML that `trueroll fleet` reads them from. Imports no ray."""
+"""The arguments of `Fleet`, and the TOML file from which `trueroll fleet` reads them. Does not import ray."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
-"""Of a worker whose fleet is gone, unless the settings say otherwise."""
+"""Default of `drain_seconds` for the workers of a fleet: time to finish requests if the fleet's process ends."""
 
 
 MOST_WORKERS = 2**10
-"""What tells of them must fit into the file that clients read."""
+"""Limited because the entries of all workers must fit into the file that clients read."""
 MOST_CONFIG_BYTES = 2**16
-"""Of the file in TOML, before it is parsed."""
+"""Maximum size of the TOML file, checked before it is parsed."""
 
 
 class FleetConfig(BaseModel):
-    """Settings of a fleet beside those of its workers and engines; `Fleet` says what each means. Unknown keys and
-    values out of range raise ConfigError.
+    """Settings of a fleet, without those of its workers and engines. `Fleet` describes them. Unknown keys and values
+    out of range raise ConfigError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -58,7 +58,9 @@ class FleetConfig(BaseModel):
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConfig, EngineConfig]:
-    """What the arguments of `Fleet` say of it, and of each worker and engine in it. Raise ConfigError."""
+    """Split the arguments of `Fleet` into the settings of the fleet, of each worker and of each engine. Raise
+    ConfigError if a setting is unknown or invalid.
+    """
     of_worker = {*WorkerConfig.model_fields} - {*FleetConfig.model_fields}
     of_engine = {*EngineConfig.model_fields} - {*FleetConfig.model_fields}
     fleet = FleetConfig(**{name: value for name, value in settings.items() if name not in of_worker | of_engine})
@@ -67,19 +69,19 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
     )
     if worker.address is not None:
         raise ConfigError(
-            f"address: expected none, as each worker has one of its own, found {worker.address!r}; leave it out"
+            f"address: a fleet gives each worker its own address (got {worker.address!r}); leave the setting out"
         )
     engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
     return fleet, worker, engine
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The arguments of `Fleet` in a file, which are checked. Raise ConfigError."""
+    """Read and check the arguments of `Fleet` in a TOML file. Raise ConfigError if the file or a setting is invalid."""
     try:
         with open_regular(path) as file:
             settings = tomllib.loads(read_text(file, MOST_CONFIG_BYTES))
         check_printable(settings)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"fleet: expected a file in TOML at {path}, found {said(error)}; correct it") from None
+        raise ConfigError(f"fleet: cannot read {path} as a TOML file ({said(error)}); correct it") from None
     split_settings(settings)
     return settings

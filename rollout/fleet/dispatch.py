@@ -1,7 +1,7 @@
-"""Which worker of a fleet gets a group, of those that may be asked now.
+"""Choose a worker for a group among the eligible ones.
 
-Owns: the placement, and how fast the groups were that were finished last. Does not own which workers may be asked, and
-is told by `WorkerPool`.
+Owns: the placement, and the pace of the latest finished groups. Does not own which workers are eligible: `WorkerPool`
+decides that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """`version`: the newest weights of the workers that may be asked; None before any could be."""
+    """Chooses among the eligible workers. `version`: their newest weight version; None before there were any."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -30,16 +30,18 @@ class Dispatch:
 
     @property
     def looks(self) -> dict[str, int]:
-        """How often each worker that may be asked was looked at, by its key."""
+        """Number of health checks of each eligible worker, by its key."""
         return {key: link.num_looks for key, link in self._open.items()}
 
     @property
     def slowest_pace(self) -> float | None:
-        """Seconds for a unit of cost, of the slowest of the groups that were finished last; None of too few."""
+        """Seconds per unit of cost of the slowest recently finished group; None if too few groups have finished."""
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     def open(self, links: Iterable[Link], version: int) -> None:
-        """From now on these workers may be asked, and no others. After a push, what the caches hold is of no use."""
+        """Set the eligible workers. If `version` differs from the last one, forget which prefixes workers have cached:
+        after a push they are of no use.
+        """
         chosen = {link.key: link for link in links}
         if self.version != version:
             self.version = version
@@ -54,26 +56,26 @@ class Dispatch:
             self.wake()
 
     def place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
-        """Choose a worker for a group whose prompt has these `beginnings`, none of the keys in `avoid`; None if none
-        can be asked now.
+        """Choose a worker for a group. Return None if there is no eligible worker outside `avoid`. `prompt`: the
+        `beginnings` of the group's prompt. `avoid`: keys of workers.
         """
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)
 
     def finish(self, placed: Placed, seconds: float) -> None:
-        """A worker has finished a group that it had for so long."""
+        """Record that a worker has finished a group after so many seconds."""
         self._placement.finish(placed, time.monotonic())
         self._paces.append(seconds / placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """A worker has a group no longer that it did not finish."""
+        """Record that a worker no longer has a group that it did not finish."""
         self._placement.withdraw(placed)
 
     async def change(self) -> None:
-        """Wait until others may be asked than now, or `wake`."""
+        """Wait until the set of eligible workers changes, or until `wake` is called."""
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Let those that wait for a worker try again."""
+        """Let all requests that wait for a worker try again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,10 +1,11 @@
-"""A fleet: so many workers of one model, kept running on a Ray cluster.
+"""A fleet: a number of workers of one model, kept running on a Ray cluster.
 
-Owns: the cluster, or the connection to it, and the parts of the fleet, which `Scaler`, `Keeper`, `Slots` and
-`FleetWeights` describe. Does not own requests: clients ask the workers themselves.
+Owns: the Ray cluster, or the connection to it, and the parts of the fleet: `Scaler`, `Keeper`, `Slots` and
+`FleetWeights`. Does not own requests: clients send them to the workers directly.
 
-Promises: there are as many workers as `scale` asked for, wherever there is room; a worker never serves the weights of
-an earlier run; what keeps one from serving is told; when this process ends, however, the workers end.
+Promises: there are as many workers as `scale` asked for, if the cluster has room. A worker never serves the weights of
+an earlier run. The reason why a worker does not serve is reported. The workers end when this process ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -34,31 +35,33 @@ from .totals import all_healths
 
 
 class Fleet:
-    """Starts `num_workers` workers that serve `model` on a Ray cluster, and returns when all serve. A context manager,
-    and what `FleetClient` and `WeightPublisher.connect_fleet` are given.
+    """A fleet of workers that serve `model` on a Ray cluster. Creating it starts `num_workers` workers and returns when
+    all serve. A context manager. Pass it to `FleetClient` and `WeightPublisher.connect_fleet`.
 
-    `settings`: those of `launch_worker`, for each worker, which on other machines needs `curve_secret_key_file` and
-    `clients_file`; and of the fleet (`FleetConfig` has defaults and ranges):
+    `settings`: settings of `launch_worker` for each worker, and the following ones of the fleet. `FleetConfig` has
+    their defaults and ranges. Workers on other machines need `curve_secret_key_file` and `clients_file`.
 
-    `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
-    this process has one. `ray_without_authentication`: use also a cluster that asks for no token, with a warning.
-    `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date with who is there, for
-    clients in other processes. `weights_folder`: a folder that all machines share, and that pushes by `disk` write to,
-    if that is how they come: a worker that joins gets its weights from there, otherwise from another worker by it; by
-    default one on this machine. `server_public_key`, `client_key`: for workers with named
-    clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
-    so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
-    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one; None: nowhere.
+    `ray_address`: address of a cluster to join, or `auto` for the one on this machine; None uses the cluster of this
+    process, or starts a local one. `ray_without_authentication`: also join a cluster that asks for no token, with a
+    warning. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: file with the current members, for
+    clients in other processes. `weights_folder`: a folder that all machines share; by default a folder on this machine.
+    If pushes go through `disk`, write them to this folder: a joining worker then gets its weights from it. Otherwise
+    another worker writes its weights there for the joining one. `server_public_key`, `client_key`: keys for workers
+    with named clients; the client needs the role control. `startup_timeout`: seconds that a worker has to get ready
+    once it has been placed. `hang_seconds`: a worker is replaced if its engine has work and makes no progress for this
+    long. `drain_timeout`: seconds that a leaving worker has to finish its requests. `metrics_port`: port on 127.0.0.1
+    for `/healthz` and for `/metrics` of all workers, without the histograms of durations; 0 takes any free port, None
+    disables it.
 
-    Raise ConfigError for an unknown setting or a wrong value; ConfigError or ModelError if a worker cannot run so;
-    WorkerFailedError if one is not ready within `startup_timeout` seconds of being placed; and what keeps one from the
-    weights that were pushed to others meanwhile.
+    Raise ConfigError if a setting is unknown or has a wrong value, ConfigError or ModelError if a worker cannot run
+    with the settings, and WorkerFailedError if a worker is not ready within `startup_timeout`. If weights were pushed
+    to other workers meanwhile and a worker cannot get them, raise the error about that.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
         config, worker, engine = split_settings({"model": model, "num_workers": num_workers, **settings})
         if find_spec("ray") is None:
-            raise ConfigError("fleet: expected the package ray, found none; pip install 'trueroll[ray]'")
+            raise ConfigError("fleet: the package ray is not installed; run pip install 'trueroll[ray]'")
         from .ray_cluster import Cluster
 
         file = None if config.file is None else Path(config.file)
@@ -69,7 +72,7 @@ class Fleet:
         weight_folder.make()
         self._weights = FleetWeights(weight_folder, file, self._slots, (config.server_public_key, config.client_key))
         if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"file: expected one in a folder that is there, found {file}; make the folder")
+            raise ConfigError(f"file: the folder of {file} does not exist; create it")
         self._is_closed = False
         self._cluster = Cluster(config.ray_address, config.ray_without_authentication)
         of_each = {"worker": worker.model_dump(), "engine": engine.model_dump()}
@@ -92,21 +95,22 @@ class Fleet:
             raise
 
     def members(self) -> Sequence[Member]:
-        """Who is there now, also those that join or leave."""
+        """Return the current members, including joining and leaving workers."""
         return self._slots.members()
 
     @property
     def num_serving(self) -> int:
-        """How many workers serve now."""
+        """Number of serving workers."""
         return sum(member.standing == "serving" for member in self.members())
 
     def scale(self, num_workers: int) -> None:
-        """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had. Attempts to hand weights over that were given up are made again.
+        """Change the number of workers. Return when all serve, and when surplus workers have finished their requests
+        and left. This also resumes abandoned attempts to hand weights over.
 
-        Raise what keeps a worker from its first start, or from the weights of the others; IllegalStateError for more of
-        them while all sleep, or if all were lost and nothing has the weights that were pushed; and TruerollError if the
-        fleet is closed meanwhile. What was asked for is done all the same, once it can be.
+        Raise the error that keeps a worker from its first start or from the weights of the others. Raise
+        IllegalStateError if more workers are requested while all are asleep, or if all workers were lost and nothing
+        has the pushed weights. Raise TruerollError if the fleet is closed meanwhile. After an error the fleet keeps
+        working towards `num_workers`.
         """
         _check_count(num_workers)
         try:
@@ -115,31 +119,35 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
+        """Return the process ids of each running worker by its name: of its Ray actor, and of the worker itself. Both
+        are ids on the worker's machine.
+        """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
     @property
     def metrics_port(self) -> int | None:
-        """Where the metrics are."""
+        """Port of the metrics; None if they are disabled."""
         return None if self._metrics is None else self._metrics.port
 
     def note_push(self, note: PushNote) -> None:
-        """All serve that push now; see `KeepsPush`. Publishers that are connected call it."""
+        """Record that all workers serve this push now. Connected publishers call it; see `KeepsPush`."""
         self._weights.note(note)
 
     def health(self) -> protocol.Health:
-        """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
+        """Return the health of the fleet, up to half a second old; see `FleetClient.health`. Raise WorkerLostError
+        while no worker runs.
+        """
         found = [report.health for report in self.reports().values() if report.health is not None]
         if not found:
-            raise WorkerLostError("fleet: expected a worker that runs, found none yet; see the log")
+            raise WorkerLostError("fleet: no worker runs yet; see the log")
         return all_healths(found, [member.told for member in self.members() if member.trouble])
 
     def reports(self) -> dict[str, WorkerReport]:
-        """What each worker said of itself last, by its name, also of those that are being replaced."""
+        """Return the last report of each worker by its name, including workers that are being replaced."""
         return {slot.name: slot.report for slot in self._slots}
 
     def close(self) -> None:
-        """End the workers, and the cluster if it was started here. Harmless if that has happened."""
+        """End the workers, and the cluster if this fleet started it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -161,7 +169,7 @@ class Fleet:
 def _check_count(num_workers: int) -> None:
     if type(num_workers) is not int or not 1 <= num_workers <= MOST_WORKERS:
         raise ConfigError(
-            f"num_workers: expected an integer from 1 to {MOST_WORKERS}, found {brief(num_workers)}; correct it",
+            f"num_workers: {brief(num_workers)} is not an integer from 1 to {MOST_WORKERS}; correct it",
             field="num_workers",
             value=num_workers,
             limit=MOST_WORKERS,

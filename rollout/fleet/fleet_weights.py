@@ -1,7 +1,7 @@
-"""Which weights the workers of a fleet have to serve, and how one that joins gets them.
+"""The weights that the workers of a fleet must serve, and how a joining worker gets them.
 
-Owns: the note of the last push that all workers committed, whoever told of it, and the folder in which weights are
-handed over. Does not own when a worker joins (`Keeper`), nor how often that is tried (`Joining`).
+Owns: the note of the last push that all workers committed, from any publisher, and the folder in which weights are
+handed over. Does not own when a worker joins (`Keeper`), nor how often a hand-over is attempted (`Joining`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class FleetWeights:
-    """`file`: of the fleet, beside which a trainer in another process notes its pushes. `fleet`: who is a member.
+    """The weights of a fleet.
 
-    `noted`: what a worker must serve that joins while no other one serves; None: its checkpoint.
+    `file`: the fleet's file; trainers in other processes note their pushes beside it. `fleet`: the members. `noted`:
+    the push that a worker must serve if it joins while no other worker serves; None means the checkpoint.
     """
 
     def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:
@@ -36,27 +37,27 @@ class FleetWeights:
         self._keys = keys
 
     def note(self, push: PushNote) -> None:
-        """All workers serve that push now. Any thread may call it."""
+        """Record that all workers serve this push now. Thread-safe."""
         self.noted, self._num_notes = push, self._num_notes + 1
 
     def read_note(self) -> None:
-        """See what a trainer in another process has pushed."""
+        """Record the push that a trainer in another process has noted beside the file, if it is new."""
         noted = None if self._file is None else noted_push(self._file)
         if noted is not None and noted != self._noted_in_file:
             self._noted_in_file = noted
             self.note(noted)
 
     def remove_note(self) -> None:
-        """Remove the file that such a trainer leaves."""
+        """Remove the note that such a trainer wrote beside the file."""
         if self._file is not None:
             version_file(self._file).unlink(missing_ok=True)
 
     async def note_served(self, client: AsyncRolloutClient, version: int | None) -> None:
-        """Note the push that a worker serves, if its version is newer than what any publisher noted."""
+        """Record the push that a worker serves, if its version is newer than every noted push."""
         if not self._is_newer(version):
             return
         num_notes = self._num_notes
-        with suppress(IllegalStateError):  # it has no weights that could be told now
+        with suppress(IllegalStateError):  # the worker has no weights that it could report now
             weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))
             assert isinstance(weights, protocol.Weights)
             is_newer = num_notes == self._num_notes and self._is_newer(weights.weight_version)
@@ -67,7 +68,7 @@ class FleetWeights:
         return (version or 0) > (0 if self.noted is None else self.noted.version)
 
     def are_pushed_to(self, health: protocol.Health) -> bool:
-        """Whether a worker that waits for weights gets them now, or just got them."""
+        """Return whether a worker that waits for weights is getting them by a push now, or has just got them."""
         is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
         return health.push is not None or health.state == "updating" or not is_older
 
@@ -78,11 +79,9 @@ class FleetWeights:
         return await hand_over(client, peer, noted, self.folder, self._fleet, self._keys)
 
     async def are_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-        """Whether two workers serve the same weights, as far as they tell."""
+        """Return whether two workers serve the same weights; False, with a warning, if they cannot be asked."""
         try:
             return await have_the_same(client, peer)
         except TruerollError as error:
-            log.warning(
-                "fleet: the weights of two workers could not be compared; they are handed over again: %s", error
-            )
+            log.warning("fleet: could not compare the weights of two workers, so they are handed over again: %s", error)
             return False

@@ -1,13 +1,13 @@
-"""The state of one request of a fleet's client, whichever workers it is asked of: pure, without a clock or a worker.
+"""The state of one request of a fleet's client, across all workers that it is sent to. Pure: no clock, no I/O.
 
-Owns: what of the request was delivered, what is missing, what a worker is asked for next, and the request's one end.
-Does not own which worker is asked, nor when (`FleetRequest`).
+Owns: which samples were delivered and which are missing, what to ask the next worker for, and the single end of the
+request. Does not own which worker is asked, nor when (`FleetRequest`).
 
-Promises: each sample is delivered once, with the tokens that it would have from any worker, and there is one end.
-What a lost worker left is asked of another, sample by sample, or all of it under the same id if nothing was delivered
-yet. A sample that a worker ended because it was told to exit goes on from what it has. All tokens are of versions that
-differ by no more than is allowed: a request that would mix others is begun anew, or is an error if a part of it was
-shown already. An answer to an ask that is of no use any more changes nothing.
+Promises: each sample is delivered once, with the same tokens as from any worker, and the request has exactly one end.
+If a worker is lost, its missing samples are requested from another worker one by one, or the whole request under the
+same id if nothing was delivered yet. A sample that an exiting worker cut off continues from its tokens. The weight
+versions of all tokens differ by at most `max_staleness`. Otherwise the request is restarted, or fails if a part of it
+was already shown. Answers to an ask that is no longer wanted change nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from .setbacks import Setbacks
 
 
 class GroupState:
-    """For `may_repeat` and `max_staleness` see `Samples`. `n`: how many samples there are; scores count as one.
-    `is_over`: the end was told. `setbacks`: what kept workers from the request.
+    """The state of one request.
 
-    What a method returns is to be delivered, in this order.
+    `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples; a scoring request counts as one. `is_over`:
+    whether the end was returned. `setbacks`: losses and refusals of workers.
+
+    Methods return replies, which the caller must deliver in this order.
     """
 
     def __init__(self, request: Request, *, may_repeat: bool, max_staleness: int) -> None:
@@ -38,16 +40,18 @@ class GroupState:
         self.is_over = False
         self.setbacks = Setbacks()
         self._samples = Samples(request, may_repeat, max_staleness)
-        self._asks: list[Ask] = []  # pieces of the first one are shown
+        self._asks: list[Ask] = []  # only pieces from the first one are delivered
         self._to_end: set[int] = set()  # samples that the caller aborted
 
     @property
     def num_missing(self) -> int:
-        """How many samples were not delivered."""
+        """Number of samples not delivered yet."""
         return self.n - len(self._samples.delivered)
 
     def ask(self) -> Ask:
-        """What to ask one more worker for: all of it, as it is, if nothing of it is there yet."""
+        """Return the ask for one more worker: the whole request if nothing of it has arrived, else the missing
+        samples.
+        """
         delivered, parts = self._samples.delivered, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (delivered or parts):
             missing = [index for index in range(self.n) if index not in delivered]
@@ -58,26 +62,30 @@ class GroupState:
         return ask
 
     def wants(self, ask: Ask) -> bool:
-        """Whether answers to it are of use: it has not ended, nor was the request ended or begun anew since."""
+        """Return whether answers to the ask are still wanted: it has not ended, and the request has neither ended nor
+        been restarted since.
+        """
         return ask in self._asks
 
     def end_ask(self, ask: Ask, worker: str, num_looks: int) -> None:
-        """A worker, which was looked at so often, answers nothing more."""
+        """Record that a worker will answer no more to an ask. `worker`: its key. `num_looks`: number of its health
+        checks so far.
+        """
         if ask in self._asks:
             self._asks.remove(ask)
         self.setbacks.num_losses += ask.is_lost
         self.setbacks.note(worker, num_looks, ask.refusal)
 
     def abort(self, index: int | None) -> set[int]:
-        """The caller aborts a sample, or all of them. Return those that this ends."""
+        """Abort a sample, or all samples with None. Return the samples that this ends."""
         named = range(self.n) if index is None else {index}
         ending = {i for i in named if i < self.n} - self._samples.delivered.keys() - self._to_end
         self._to_end |= ending
         return ending
 
     def settle(self) -> list[Reply]:
-        """End what needs no worker, if none is asked: samples that were aborted, a group that is whole, a request that
-        was lost too often.
+        """While no worker is asked, end everything that needs no worker: aborted samples, a complete group, and a
+        request that was lost with too many workers.
         """
         if self.is_over or self._asks:
             return []
@@ -93,7 +101,7 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Whether it ends early what the caller did not abort, so that its worker may be about to exit. `index`: see
+        """Return whether the reply was aborted, but not by the caller. The worker may be about to exit. `index`: see
         `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
@@ -102,8 +110,8 @@ class GroupState:
         return own not in self._to_end and own not in self._samples.delivered
 
     def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
-        """A worker has answered. `index`: of the sample that was asked for alone; None: all were. What a worker cut
-        goes on elsewhere if the ask `is_lost`.
+        """Handle a worker's reply to an ask. `index`: the sample, if it was asked for on its own; None for the whole
+        request. If the ask `is_lost`, an aborted sample is not delivered but continues at another worker.
         """
         if not self.wants(ask):
             return []
@@ -119,7 +127,7 @@ class GroupState:
         return []
 
     def fail(self, error: TruerollError) -> list[Reply]:
-        """End it by an error, unless it has ended."""
+        """End the request with an error, unless it has already ended."""
         return [] if self.is_over else self._finish(error)
 
     def _take_result(
@@ -137,7 +145,7 @@ class GroupState:
         return [] if goes_on else self._finish(reply)
 
     def _whole(self, ask: Ask, own: int, reply: protocol.FinishedSample) -> protocol.FinishedSample:
-        """A sample of this request, with the part that it had before."""
+        """Return a reply as a sample of this request, joined with its prior part."""
         if own in ask.prior:
             reply = protocol.sample_message(reply.id, joined(ask.prior[own], protocol.sample_output(reply)))
         return reply.model_copy(update=dict(id=self.request.id, index=own))
@@ -146,7 +154,7 @@ class GroupState:
         if goes_on:
             return self._samples.cut(ask if ask is self._asks[0] else None, sample)
         replies = self._samples.deliver(ask, sample)
-        if self.num_missing or ask.has_answered_all(self.n):  # in the latter case its end comes next
+        if self.num_missing or ask.has_answered_all(self.n):  # in the latter case the worker sends the end next
             return replies
         return replies + self._finish(self._samples.end())
 

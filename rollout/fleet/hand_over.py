@@ -1,7 +1,8 @@
-"""The weights of a fleet for a worker that joins it: from the folder that a push by disk wrote, or from another worker.
+"""Hand the weights of a fleet to a joining worker: from the folder of a push by disk, or from another worker.
 
-Owns: what it writes, in `joins` in a folder that all workers reach, until it has been handed over. Promises: a worker
-gets the weights of one push, by its id, never those of an earlier run that lie in the same folder.
+Owns: the weights that other workers write for a hand-over, in the subfolder `joins` of a folder that all workers reach,
+until they are handed over. Promises: pushes are identified by their ids, so a worker never gets weights of an earlier
+run that are in the same folder.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """`path`: where pushes by disk are, and where workers may write. `bases`: the ids of pushes that were handed over
-    only for adapters to be added to them. `without_base`: of pushes of adapters alone, to which no push in it belongs;
-    only older ones could, so none will come.
+    """A folder with pushes by disk, in which workers may also write their weights.
+
+    `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes of adapters
+    alone that have no base in the folder. Their base would have to be an older push, so it will never appear.
     """
 
     path: Path
@@ -42,32 +44,32 @@ class WeightFolder:
     without_base: set[str] = field(default_factory=set, compare=False)
 
     def make(self) -> None:
-        """Raise ConfigError where no worker's weights could be written."""
+        """Create the folder. Raise ConfigError if weights cannot be written to it."""
         try:
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             (self.path / "joins").mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"weights_folder: expected a folder that can be written to, found {error}; give another one"
+                f"weights_folder: cannot create or write to the folder ({error}); give another one"
             ) from None
 
     def find(self, push_id: str) -> Path | None:
-        """The folder of this push, written to its end; None if there is none."""
+        """Return the complete folder of a push; None if there is none."""
         named = (path for path in self._pushes() if path.name.endswith(push_id[:8]))
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """The folder with the weights that adapters are added to. Raise OtherBaseError if there is none."""
+        """Return the folder of the push with the base weights of adapters. Raise OtherBaseError if there is none."""
         for path in self._pushes():
             try:
                 if _has_base(read_manifest(path), adapters):
                     return path
             except PushError as error:
-                log.warning("fleet: %s is left out: %s", path, error)
-        raise OtherBaseError(f"adapters: none of the pushes in {self.path} has the weights that they belong to")
+                log.warning("fleet: skipping the push in %s: %s", path, error)
+        raise OtherBaseError(f"adapters: no push in {self.path} has their base weights")
 
     def _pushes(self) -> list[Path]:
-        """The pushes in it that were written to their end, the newest version first. Raise PushError if it cannot be
+        """Return the folders of all complete pushes, the newest version first. Raise PushError if the folder cannot be
         read.
         """
         try:
@@ -80,20 +82,20 @@ class WeightFolder:
             raise PushError(f"weights_folder: cannot read {self.path} ({error.strerror}); correct the folder") from None
 
     def new(self) -> Path:
-        """A folder of its own for one worker's weights. Raise PushError if it cannot be made."""
+        """Create a new folder for the weights of one worker. Raise PushError if that fails."""
         folder = self.path / "joins" / secrets.token_hex(8)
         try:
             folder.mkdir(mode=0o755, parents=True)
         except OSError as error:
             raise PushError(
-                f"weights_folder: cannot make {folder} ({error.strerror}); correct the folder or free space"
+                f"weights_folder: cannot create {folder} ({error.strerror}); correct the folder or free space"
             ) from None
         return folder
 
 
 @dataclass(frozen=True)
 class _Only:
-    """Of the members of `fleet` the one at `address`, while it is there."""
+    """A membership of one: the member of `fleet` at `address`, while it is a member."""
 
     fleet: Membership
     address: str
@@ -110,11 +112,11 @@ async def hand_over(
     fleet: Membership,
     keys: Keys,
 ) -> bool:
-    """Bring the worker of `client`, a member of `fleet`, to the weights of `peer`'s, or without one to those of the
-    push that was `noted`; None: its checkpoint.
+    """Bring a worker to the weights of the fleet: those of a peer or, without a peer, those of the noted push.
 
-    Return whether it serves them now; False if nothing has them, so that it has to wait for a push. Raise what kept
-    them from being handed over.
+    `client`: client of the joining worker, a member of `fleet`. `peer`: client of a serving worker, or None. `noted`:
+    the last push; None means the checkpoint. Return whether the worker serves these weights now; False if nothing has
+    them, so the worker has to wait for a push. Raise TruerollError if the hand-over fails.
     """
     joining = _Only(fleet, client.address)
     own = await _weights(client)
@@ -122,13 +124,13 @@ async def hand_over(
         if noted is None or own.push_id == noted.push_id:
             return True
         is_newer = own.push_id is not None and own.weight_version >= noted.version
-        if is_newer and own.push_id not in folder.bases:  # a trainer that noted nothing pushed it
+        if is_newer and own.push_id not in folder.bases:  # pushed by a trainer that did not note the push
             return True
         return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
     theirs = await _weights(peer)
     if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
         return True
-    if theirs.push_id is None:  # asleep without weights, until a push brings others
+    if theirs.push_id is None:  # the peer sleeps without weights, until a push brings new ones
         return False
     if not await asyncio.to_thread(_push_found, joining, theirs.push_id, folder, keys):
         await _push_saved(joining, peer, folder, keys)
@@ -136,7 +138,7 @@ async def hand_over(
 
 
 async def have_the_same(client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-    """Whether two workers serve the same weights."""
+    """Return whether two workers serve the same weights."""
     own, theirs = await asyncio.gather(_weights(client), _weights(peer))
     return (own.push_id, own.weight_version) == (theirs.push_id, theirs.weight_version)
 
@@ -148,13 +150,13 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Whether the push was in the folder, and the worker has it now."""
+    """Push a noted push from the folder to the worker. Return False if the folder does not have it, or not its base."""
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
         return False
     try:
         _push(joining, path, folder, keys)
-    except OtherBaseError as error:  # adapters alone: nothing has what they are added to, until a push brings it
+    except OtherBaseError as error:  # adapters alone, and nothing has their base until the next push
         folder.without_base.add(push_id)
         log.warning("fleet: %s cannot be handed over: %s", path, error)
         return False
@@ -162,9 +164,7 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Like `_push_noted`, for a push that another worker can write as well: a fault of the folder is logged, not
-    raised.
-    """
+    """Like `_push_noted`, for a push that a peer can write as well. Errors about the folder are logged, not raised."""
     path = None
     try:
         path = folder.find(push_id)
@@ -172,14 +172,16 @@ def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
             return False
         _push(joining, path, folder, keys)
     except PushError as error:
-        if path is None or path.exists():  # otherwise a newer push has taken its place
-            log.warning("fleet: another worker has to write the weights of push %s: %s", push_id, error)
+        if path is None or path.exists():  # otherwise a newer push has replaced it
+            log.warning(
+                "fleet: cannot use the folder of push %s; another worker writes the weights: %s", push_id, error
+            )
         return False
     return True
 
 
 async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFolder, keys: Keys) -> None:
-    """Let another worker write its weights, and push these."""
+    """Let a peer write its weights into a new folder, and push them to the joining worker."""
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
@@ -195,7 +197,7 @@ async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFo
 
 
 def _content_of(folder: Path) -> list[Path]:
-    """Raise PushError if it cannot be read."""
+    """Return the paths in a folder. Raise PushError if it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -203,7 +205,7 @@ def _content_of(folder: Path) -> list[Path]:
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
-    """Whether a push brought the weights that adapters are added to, to the bit."""
+    """Return whether a push has exactly the base weights of adapters."""
     if manifest.adapters is not None and manifest.adapters.is_alone:
         return False
     found = [(manifest.checksums[name], value) for name, value in adapters.base or () if name in manifest.checksums]
@@ -211,8 +213,8 @@ def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
 
 
 def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
-    """On a thread: the publisher blocks, and imports torch. If it is of adapters alone, what they are added to may be
-    in another folder of a push.
+    """Push a folder to the joining worker. For a push of adapters alone, push their base first if the worker needs it.
+    Call it on a thread: the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher
 

@@ -1,6 +1,6 @@
-"""Which workers of a fleet got which beginnings of prompts.
+"""An index from beginnings of prompts to the workers that got them, the holders.
 
-Owns: as many beginnings as were used last, and the workers that got each. Does not own what a worker's cache holds.
+Owns: the most recently used beginnings and their holders. Does not own the contents of the workers' caches.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """`capacity`: how many beginnings are remembered at most, and half as many of those used last in any case."""
+    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` last used ones are always kept."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Beginning to the workers that got it: of those placed last, and as many before them. Beginnings share the
-        # tuples: a container for each would have Python's garbage collector go through the process again and again.
+        # Beginning to its holders: the latest ones in `_newer`, as many earlier ones in `_older`. Beginnings share
+        # tuples, because one container per beginning would trigger full garbage collections again and again.
         self._newer: dict[int, Holders] = {}
         self._older: dict[int, Holders] = {}
 
     @property
     def beginnings(self) -> set[int]:
-        """Those of which it is known which workers got them."""
+        """The known beginnings."""
         return self._newer.keys() | self._older.keys()
 
     def find(self, prompt: Sequence[int]) -> list[Holders]:
-        """The workers that got the beginnings of a prompt, as far as they are known. One that got a beginning got all
-        those before it.
+        """Return the holders of each beginning of a prompt, up to the first unknown beginning. A holder of a beginning
+        is also a holder of all shorter ones.
         """
         found = []
         for beginning in prompt:
@@ -41,9 +41,11 @@ class HolderIndex:
         return found
 
     def add(self, prompt: Sequence[int], holders: list[Holders], known: int, worker: Worker, num_workers: int) -> None:
-        """Note that one of `num_workers` workers, which had `known` beginnings of a prompt, gets them all. Those of a
-        prompt are always noted together, so that none is forgotten before those that go on from it. `holders`: what
-        `find` found.
+        """Record that a worker gets a prompt.
+
+        `prompt`: all beginnings of the prompt. `holders`: result of `find`. `known`: number of beginnings that the
+        worker already holds. `num_workers`: size of the fleet. All beginnings of a prompt are recorded together, so a
+        beginning is never forgotten before a longer one.
         """
         room = self.capacity // 2 - len(self._newer)
         if len(prompt) > room and sum(beginning not in self._newer for beginning in prompt) > room:
@@ -59,7 +61,7 @@ class HolderIndex:
             self._newer[prompt[i]] = more
 
     def remove(self, gone: Worker) -> None:
-        """A worker is gone, and its cache with it."""
+        """Remove a worker, as its cache is gone."""
         for index in (self._newer, self._older):
             for beginning, holders in [(beginning, got) for beginning, got in index.items() if gone in got]:
                 index[beginning] = tuple(holder for holder in holders if holder is not gone)
@@ -67,6 +69,6 @@ class HolderIndex:
                     del index[beginning]
 
     def clear(self) -> None:
-        """No worker has any beginning any more."""
+        """Forget all beginnings."""
         self._newer.clear()
         self._older.clear()

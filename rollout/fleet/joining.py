@@ -1,8 +1,8 @@
-"""The attempts to bring a worker to the weights of its fleet.
+"""Retries of hand-overs, the attempts to bring a worker to the weights of its fleet.
 
-Owns: how many failed, when the next one is due, and whether they were given up. Does not own how weights travel
-(`hand_over`). Promises: each failure is logged and told; attempts for the same weights are bounded in number, and
-further apart each time.
+Owns: the number of failed attempts, the time of the next one, and the decision to give up. Does not own how weights
+travel (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the same weights is
+bounded, and pauses between attempts grow.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""How many attempts may be refused, because of the folder, its space or its content, before none is made any more."""
+"""Number of refused attempts after which the fleet gives up. Causes are the folder, its free space or its content."""
 MOST_FAILURES = 20
-"""How many attempts may fail for a cause that may pass, such as a worker that was lost, or sleeps."""
+"""Number of attempts with a transient cause, such as a peer that is lost or asleep, after which the fleet gives up."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 
@@ -39,8 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Failures:
-    """Those since attempts began anew: how many were refused, how many had a cause that may pass, and when the next
-    attempt is due. `are_final`: no other state of the worker that hands over helps.
+    """The failed attempts since the last reset.
+
+    `num_refusals`: number of refused attempts. `num_passing`: number of attempts with a transient cause. `are_final`:
+    whether a change of the peer's state cannot help. `pause`: seconds between the next attempt and the one after it.
+    `due`: time of the next attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0
@@ -50,7 +53,7 @@ class _Failures:
     due: float = 0.0
 
     def add(self, error: TruerollError) -> None:
-        """One more."""
+        """Add a failed attempt."""
         passes = isinstance(error, _PASSING) or (isinstance(error, PushError) and bool(error.lost))
         self.num_passing += passes
         self.num_refusals += not passes
@@ -59,15 +62,15 @@ class _Failures:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether attempts are given up."""
+        """Whether to give up."""
         return self.are_final or self.num_passing >= MOST_FAILURES
 
 
 class Joining:
-    """Attempts for the worker `name`, and for those that take its place.
+    """The attempts for the worker `name` and its replacements.
 
-    `num_failures`: of all of them. `trouble`: why the last one failed, empty if none has since the worker had the
-    weights. `error`: why attempts were given up; None while they go on.
+    `num_failures`: number of failed attempts, of all of these workers. `trouble`: error of the last failed attempt;
+    empty again after a success. `error`: error that ended the attempts; None while they go on.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,15 +83,15 @@ class Joining:
         self._failures = _Failures()
 
     def retry(self) -> None:
-        """Begin to count anew, and make the next attempt at once."""
+        """Reset the counts, and make the next attempt at once."""
         self.error, self._failures = None, _Failures()
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
-        """Make an attempt, if one is due. `target`: what is handed over, and by whom; another one begins anew. `state`:
-        of the worker that hands it over; with another one, causes that may pass are counted anew, refusals are not.
+        """Make an attempt, if one is due. Return `done` if the worker has the weights, `waiting` if nothing has them
+        and the worker must wait for a push, else `failed`.
 
-        Return whether the worker has the weights (`done`), waits for a push because nothing has them (`waiting`), or
-        neither (`failed`).
+        `target`: identifies the weights and the peer; a new target resets all counts. `state`: state of the peer; a new
+        state resets the count of transient causes, but not that of refusals.
         """
         if target != self._target:
             self.retry()
@@ -114,9 +117,9 @@ class Joining:
         if self._failures.are_too_many:
             count = self._failures.num_refusals + self._failures.num_passing
             self.error = error.retold(
-                f"{self._name}: the weights of the fleet cannot be handed over, after {count} attempts: {error}. "
-                "Correct that and call scale, or push other weights"
+                f"{self._name}: could not get the weights of the fleet in {count} attempts: {error}. Correct the cause "
+                "and call scale, or push other weights"
             )
             log.error("fleet: %s", self.error)
         else:
-            log.warning("fleet: %s: the weights were not handed over, next attempt later: %s", self._name, error)
+            log.warning("fleet: %s: could not get the weights of the fleet, will try again: %s", self._name, error)

@@ -1,7 +1,7 @@
-"""Keeps a worker running in a slot of a fleet, and brings it to the weights of the others.
+"""Keep a worker running in each slot of a fleet, and bring it to the weights of the others.
 
-Owns: nothing that lasts; the slot has what is known of its worker. Promises: a worker that ends, hangs or fails is
-replaced, soon the first time and after pauses that grow if the next one does not last; it serves only once it has the
+Owns: no lasting state; the slot has the state of its worker. Promises: a worker that ends, hangs or fails is replaced,
+soon the first time, and after growing pauses if its replacements do not last. A worker serves only once it has the
 weights that the others serve.
 """
 
@@ -24,7 +24,7 @@ from .slots import Slot, Slots
 LOOK_SECONDS = 0.5
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that lived for so long is replaced after `FIRST_PAUSE`; after one that did not, pauses double."""
+"""A worker that ran for this long is replaced after `FIRST_PAUSE`. Otherwise the pause doubles each time."""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Keeper:
         self._hang_seconds = config.hang_seconds
 
     async def keep(self, slot: Slot) -> None:
-        """Have a worker in this slot, and another one whenever it is lost, until the slot is to leave."""
+        """Keep a worker in this slot, and replace it whenever it is lost, until the slot leaves."""
         pause = FIRST_PAUSE
         while True:
             while slot.num_starts and self._slots.are_asleep:
@@ -66,7 +66,7 @@ class Keeper:
             await worker.end(at_once)
 
     async def look(self, worker: RunningWorker) -> protocol.Health:
-        """Ask a worker how it is, and note which weights it serves."""
+        """Check the health of a worker, and record the weights that it serves."""
         self._weights.read_note()
         if self._slots.is_stale:
             self._slots.publish()
@@ -76,7 +76,7 @@ class Keeper:
         return health
 
     async def _serve(self, slot: Slot) -> None:
-        """From the start of a worker to its end, which raises."""
+        """Start a worker and serve with it. Raise TruerollError when the worker ends."""
         slot.num_starts += 1
         worker = slot.worker = await self._launcher.launch(slot.name)
         health = await self.look(worker)
@@ -89,15 +89,15 @@ class Keeper:
             await asyncio.wait((ended, served), return_when=asyncio.FIRST_COMPLETED)
             if served.done():
                 served.result()
-            raise WorkerLostError(f"worker: {ended.result() if ended.done() else 'it left'}; it is replaced")
+            raise WorkerLostError(f"worker: {ended.result() if ended.done() else 'it left'}; it will be replaced")
         finally:
             for task in (ended, served):
                 task.cancel()
             await asyncio.gather(ended, served, return_exceptions=True)
 
     def _note(self, slot: Slot, error: Exception, seconds: float) -> None:
-        """Log why a worker ended after so long. If it was the first, and the next would not run either, `scale` raises
-        it.
+        """Log why a worker ended after `seconds`. If it was the first worker of the slot and a replacement would fail,
+        too, store the error for `scale` to raise.
         """
         is_first = slot.num_starts == 1 and slot.member is None
         if isinstance(error, TruerollError):
@@ -108,10 +108,10 @@ class Keeper:
             return
         log.exception("fleet: %s: %r", slot.name, error)
         if is_first and isinstance(error, ValueError | TypeError):
-            slot.first_error = ConfigError(f"fleet: Ray does not take these settings: {said(error)}; correct them")
+            slot.first_error = ConfigError(f"fleet: Ray refuses these settings: {said(error)}; correct them")
 
     async def _watch(self, slot: Slot, worker: RunningWorker) -> None:
-        """Let a worker join, and look at it until it is lost, which raises."""
+        """Let a worker join, and check its health until it is lost. Raise TruerollError then."""
         while True:
             if not worker.is_serving and not slot.is_leaving:
                 await self._join(slot, worker)
@@ -124,10 +124,11 @@ class Keeper:
                 self._slots.stand(slot, "joining")
 
     async def _join(self, slot: Slot, worker: RunningWorker) -> None:
-        """Bring a worker to the weights of the others, and let it serve. While none has them it waits for a push.
+        """Bring a worker to the weights of the others, and let it serve. If no worker has them, wait for a push.
 
-        A push that ends afterwards finds it among those that serve; one that has ended before is seen here. One that
-        is to leave meanwhile does not join any more.
+        The worker is marked as serving before its weights are compared once more. So a push that ends later includes
+        the worker, and a push that ended before is noticed here. A worker that is told to leave meanwhile does not
+        join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -1,7 +1,7 @@
-"""Which workers of a fleet give the same bits as the others.
+"""Kinds of workers. Workers of one kind give the same bits.
 
-Owns: the kind that counts, and which workers are of another one. The first kind of a fleet that is running counts;
-a worker that joins with another one is left out.
+Owns: the kind of the fleet, and the workers of other kinds. The kind of the fleet is that of the first member in the
+list that answers, until no worker of that kind is left. Workers of other kinds get no requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from trueroll.errors import ConfigError
 from .links import Link
 
 KIND = ("architecture", "vocab_size", "backend", "isa", "dtype", "torch_version")
-"""Of `Health.engine`: what the bits of a sample depend on, beside weights and request."""
+"""Fields of `Health.engine` that the bits of a sample depend on, in addition to the weights and the request."""
 
 log = logging.getLogger(__name__)
 
 
 class Kinds:
-    """`are_mixed`: workers of any kind are taken."""
+    """Tracks the kinds of the workers. `are_mixed`: accept workers of any kind."""
 
     def __init__(self, are_mixed: bool) -> None:
         self._are_mixed = are_mixed
@@ -29,11 +29,11 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Let the kind of the first worker count anew, of those that have answered by now."""
+        """Forget the kind of the fleet. The next `follow` takes that of the first worker that has answered by then."""
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:
-        """See which workers are of another kind than the one that counts."""
+        """Find the workers of another kind than the fleet's. If no worker is of the fleet's kind, it changes."""
         if self._are_mixed:
             return
         kinds = {link: kind for link in links if (kind := _kind(link)) is not None}
@@ -41,24 +41,24 @@ class Kinds:
             self._kind = next(iter(kinds.values()))
         before, self._odd = self._odd, {link for link, kind in kinds.items() if kind != self._kind}
         for link in self._odd - before:
-            log.error("fleet: worker %s is left out: %s", link.member.name, self._difference(link))
+            log.error("fleet: worker %s gets no requests: %s", link.member.name, self._difference(link))
 
     def is_odd(self, link: Link) -> bool:
-        """Whether it is of another kind, and therefore not asked."""
+        """Return whether a worker is of another kind, and therefore gets no requests."""
         return link in self._odd
 
     def check(self, links: Iterable[Link]) -> None:
         """Raise ConfigError if a worker is of another kind."""
         for link in filter(self.is_odd, links):
             raise ConfigError(
-                f"fleet: worker {link.member.name}: {self._difference(link)}; the same request would give other bits "
-                "there: leave it out, or allow it with mixed_kinds=True"
+                f"fleet: worker {link.member.name} would give different bits: {self._difference(link)}; remove it from "
+                "the fleet, or set mixed_kinds=True"
             )
 
     def _difference(self, link: Link) -> str:
         pairs = zip(KIND, self._kind or (), _kind(link) or (), strict=False)
         expected, found = zip(*((f"{n} {a}", f"{n} {b}") for n, a, b in pairs if a != b), strict=True)
-        return f"expected {', '.join(expected)} as of the others, found {', '.join(found)}"
+        return f"it has {', '.join(found)}; the others have {', '.join(expected)}"
 
 
 def _kind(link: Link) -> tuple[Any, ...] | None:

@@ -1,7 +1,7 @@
-"""The workers of a fleet as a client knows them: who is a member, a client for each, and what each told last.
+"""The workers of a fleet as a client knows them: the members, a client for each, and the last health report of each.
 
-Owns: the clients of the workers, until they are disconnected. Does not own when a worker is looked at, nor whether it
-is asked (`WorkerPool`).
+Owns: the clients of the workers, until they are disconnected. Does not own when a worker's health is checked, nor
+whether a worker gets requests (`WorkerPool`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _ENDING: frozenset[State] = frozenset({"draining", "failed"})
 
 @dataclass(eq=False)
 class Link:
-    """A worker, its client, and what it told last. `health`: None before it answered. `is_silent`: it was asked, and
-    did not answer. `is_gone`: it is no member any more, and its client is closed. `is_refusing`: it refused a request
-    because of its state, and has not reported since that it is ready. `num_looks`: how often it was asked and answered;
-    `has_refused`: it has refused a request since, though its state allowed it.
+    """A worker, its client, and its last health report.
+
+    `health`: the last report; None before the first. `is_silent`: the worker did not answer the last time. `is_gone`:
+    the worker is no longer a member, and its client is closed. `is_refusing`: the worker refused a request because of
+    its state, and has not reported since that it is ready. `num_looks`: number of answered health checks.
+    `has_refused`: since the last health check the worker has refused a request although its state permits requests.
     """
 
     member: Member
@@ -38,33 +40,33 @@ class Link:
 
     @property
     def key(self) -> str:
-        """Of its process, among those that have been there."""
+        """Identifies the worker's process among all processes that this member has had."""
         return self.member.key
 
     @property
     def version(self) -> int:
-        """Of its weights, as it told last."""
+        """The weight version of the last report; 0 if there is none."""
         return (self.health and self.health.weight_version) or 0
 
     @property
     def is_able(self) -> bool:
-        """Whether it answers, and has the fleet's weights and a state in which it takes requests, or will again."""
+        """Whether the worker answers, has the fleet's weights, and can take requests now or later."""
         is_there = self.member.standing == "serving" and not self.is_silent
         return is_there and self.health is not None and self.health.state in _READY | _HELD
 
     @property
     def is_ready(self) -> bool:
-        """Whether its state lets it begin requests now."""
+        """Whether the worker's state lets it begin requests now."""
         return self.health is not None and self.health.state in _READY
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is about to exit, so that nobody meant a sample to end that it ended by itself."""
+        """Whether the worker is gone or about to exit. A sample that it aborts was then not aborted by a caller."""
         return self.is_gone or self.is_silent or (self.health is not None and self.health.state in _ENDING)
 
     @property
     def word(self) -> str:
-        """How it is, for an error."""
+        """A description of the worker's condition, for error texts."""
         if self.is_silent or self.health is None:
             return "does not answer"
         if self.member.standing != "serving":
@@ -73,7 +75,7 @@ class Link:
         return f"{self.health.state}, version {self.health.weight_version}{refuses}"
 
     def note(self, health: Health) -> None:
-        """It has answered."""
+        """Record a health report."""
         self.health, self.is_silent = health, False
         self.is_refusing = self.is_refusing and health.state != "ready"
         self.num_looks += 1
@@ -81,7 +83,7 @@ class Link:
 
 
 class Links:
-    """Those of all members. `make_client` makes the client of an address."""
+    """The links of all members. `make_client`: creates a client for an address."""
 
     def __init__(self, membership: Membership, make_client: Callable[[str], AsyncRolloutClient]) -> None:
         self._membership = membership
@@ -93,8 +95,8 @@ class Links:
         return iter([*self._links.values()])
 
     def follow(self) -> tuple[list[Link], bool]:
-        """Sync with the membership. Return newly joined workers, which the caller must look at, and whether there was
-        any other change.
+        """Sync with the membership. Return newly joined workers, which the caller must health-check, and whether
+        anything else has changed.
         """
         members = {member.name: member for member in self._membership.members()}
         has_changed = False
@@ -114,7 +116,7 @@ class Links:
         return new, has_changed
 
     async def close(self) -> None:
-        """Disconnect from all."""
+        """Disconnect from all workers."""
         for link in self:
             self._drop(link)
         await asyncio.gather(*self._closing, return_exceptions=True)

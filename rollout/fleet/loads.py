@@ -1,7 +1,7 @@
-"""How much is under way on each worker of a fleet, and how fast each finishes.
+"""The load of each worker of a fleet, and its measured speed.
 
-Owns: the workers that groups are placed on, their loads, their measured speeds, and the sums of all. Does not own which
-worker a group goes to (`Placement`).
+Owns: the workers that groups are placed on, their loads and speeds, and the sums over all workers. Does not own the
+choice of a worker for a group (`Placement`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import numpy as np
 import xxhash
 
 _MEMORY = 1 - 1 / 64
-"""What a measurement of speed counts for after the next one, so that about the last 64 groups count."""
+"""Decay of older measurements with each new one, so that about the last 64 groups count."""
 _PRIOR = 8.0
-"""How many groups at the pace of the fleet are counted beside those that a worker finished."""
+"""Number of imaginary groups at the fleet's speed that are added to a worker's measurements."""
 _SLOWEST, _FASTEST = 0.05, 20.0
 _FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd: the high bits of a product with it depend on all bits of a key
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """`position`: among all; -1 if it is gone, or new. `load`: the cost of what is under way, which is `count` groups.
-    `done`: the cost of what it finished in `busy` seconds with something under way, the latest counting most; `since`:
-    up to when that is counted. `speed`: relative to the fleet's; `pressure`: load by speed. `alone`: it and no other.
+    """A worker on which groups are placed.
+
+    `position`: index among all workers; -1 if the worker is gone or new. `load`: total cost of the `count` groups in
+    flight. `done`, `busy`: cost of the finished groups, and seconds with groups in flight, both with decay. `since`:
+    the time up to which `busy` is counted. `speed`: relative to the fleet's speed. `pressure`: load divided by speed.
+    `alone`: a tuple of only this worker.
     """
 
     name: str
@@ -44,7 +47,7 @@ class Worker:
 
 
 class Rows:
-    """The workers that there are, in arrays. `load`, `speed`: the sums of theirs. `pressure`: float64 [workers]."""
+    """All current workers as arrays. `load`, `speed`: sums over all workers. `pressure`: float64 [num_workers]."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = list(workers)
@@ -57,18 +60,18 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """A hash of the key and each worker: uint64 [workers]. It is the same memory each time."""
+        """Return a hash of `key` with each worker, uint64 [num_workers]. The array is reused by the next call."""
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def idlest(self, avoid: Collection[str]) -> Worker | None:
-        """The worker with the least load that need not be avoided."""
+        """Return the worker with the least pressure outside `avoid`; None if there is none."""
         places = self.pressure.argsort(kind="stable") if avoid else [self.pressure.argmin()]
         return next((worker for place in places if (worker := self.workers[place]).name not in avoid), None)
 
 
 class Loads:
-    """`workers`: by name. `rows`: as of the last call of `gather`."""
+    """The loads of all workers. `workers`: by name. `rows`: the result of the last call of `gather`."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
@@ -77,14 +80,14 @@ class Loads:
         self._done, self._busy = 0.0, 0.0  # of all workers
 
     def add(self, name: str) -> None:
-        """A worker joins. One that was lost may come back under its name."""
+        """Add a worker. A lost worker may return under its name."""
         if name in self.workers:
-            raise ValueError(f"worker: expected a name that is not in the fleet, found {name!r} there")
+            raise ValueError(f"worker {name!r} is already in the fleet")
         self.workers[name] = Worker(name, xxhash.xxh3_64_intdigest(name.encode()))
         self._is_stale = True
 
     def remove(self, name: str) -> Worker:
-        """A worker is gone, and what was under way there."""
+        """Remove a worker and its load. Return it."""
         gone = self.workers.pop(name)
         gone.position = -1
         self._done -= gone.done
@@ -93,23 +96,23 @@ class Loads:
         return gone
 
     def gather(self) -> Rows:
-        """The rows of all workers, made anew if workers have joined or gone."""
+        """Return the rows of all workers. They are rebuilt if workers were added or removed."""
         if self._is_stale:
             self.rows, self._is_stale = Rows(self.workers.values()), False
         return self.rows
 
     def begin(self, worker: Worker, cost: float, now: float) -> None:
-        """A group is under way on a worker from now on."""
+        """Add a group to the load of a worker. `now`: seconds."""
         if worker.count == 0:
             worker.since = now
         self._change(worker, 1, cost)
 
     def end(self, worker: Worker, cost: float) -> None:
-        """A group is under way no longer."""
+        """Take a group off the load of a worker."""
         self._change(worker, -1, -cost)
 
     def measure(self, worker: Worker, cost: float, now: float) -> None:
-        """A worker has finished a group, which tells how fast it is."""
+        """Update the speed of a worker that has finished a group. `now`: seconds."""
         if worker.position < 0:
             return
         done, busy = worker.done, worker.busy

@@ -1,6 +1,6 @@
-"""The metrics of a whole fleet in one scrape: those of each worker, with the label `worker`, and the fleet's own.
+"""Metrics of a whole fleet in one scrape: the metrics of each worker, with the label `worker`, and the fleet's own.
 
-docs/operations.md describes those of a worker, docs/fleet.md the fleet's own; a test compares them.
+docs/operations.md describes a worker's metrics, and docs/fleet.md the fleet's own. A test compares them with the docs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ..monitoring.metrics import WorkerMetrics
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What is known of a worker. `health`, `stats`: None before it reports. `restarts`: how often it was replaced.
-    `failed_hand_overs`: how often it did not get the weights of the others.
+    """The state of a worker for metrics. `standing`: None while the worker starts. `health`, `stats`: None before the
+    first report. `restarts`: number of replacements. `failed_hand_overs`: number of failed attempts to get the fleet's
+    weights.
     """
 
     standing: Standing | None
@@ -33,13 +34,13 @@ class WorkerReport:
 
 
 class FleetMetrics:
-    """`reports`: what is known of each worker now, by its name."""
+    """A collector of metrics. `reports`: returns the current report of each worker by its name."""
 
     def __init__(self, reports: Callable[[], Mapping[str, WorkerReport]]) -> None:
         self._reports = reports
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric, as it is now."""
+        """Yield the current metrics."""
         reports = self._reports()
         standings = Counter(worker.standing or "starting" for worker in reports.values())
         workers = GaugeMetricFamily("trueroll_fleet_workers", "Workers of the fleet.", labels=["standing"])
@@ -51,7 +52,9 @@ class FleetMetrics:
             restarts.add_metric([name], worker.restarts)
         yield restarts
         failures = CounterMetricFamily(
-            "trueroll_fleet_failed_hand_overs", "Attempts to give a worker the weights that failed.", labels=["worker"]
+            "trueroll_fleet_failed_hand_overs",
+            "Failed attempts to give a worker the weights of the fleet.",
+            labels=["worker"],
         )
         for name, worker in reports.items():
             failures.add_metric([name], worker.failed_hand_overs)
@@ -60,7 +63,7 @@ class FleetMetrics:
 
 
 def _labelled(reports: Mapping[str, WorkerReport]) -> Iterator[Metric]:
-    """The metrics of all workers, each series with the name of its worker."""
+    """Yield the metrics of all workers, each series with the label `worker`."""
     families: dict[str, Metric] = {}
     for name, worker in reports.items():
         if worker.health is None or worker.stats is None:

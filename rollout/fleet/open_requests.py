@@ -1,6 +1,6 @@
-"""The requests of a fleet's client that are under way, and the watch over those that are far behind.
+"""The requests of a fleet's client in flight, and the watch for stragglers among them.
 
-Owns: which ids are in use, and the task that has a second worker asked. Does not own how a request ends
+Owns: the ids in use, and the task that sends stragglers to a second worker. Does not own how a request ends
 (`FleetRequest`).
 """
 
@@ -19,8 +19,8 @@ WATCH_SECONDS = 0.25
 
 
 class OpenRequests:
-    """`straggler_seconds`: a request that takes longer than that, and much longer than others, is asked of a second
-    worker too; None: never. `num_asked_twice`: how many were.
+    """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than others,
+    is sent to a second worker as well; None disables that. `num_asked_twice`: number of such requests.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -31,34 +31,34 @@ class OpenRequests:
 
     @property
     def ids(self) -> list[str]:
-        """Those in use."""
+        """The ids in use."""
         return list(self._requests)
 
     def get(self, id: str) -> FleetRequest | None:
-        """The request with this id, if it is under way."""
+        """Return the request with this id; None if it is not in flight."""
         return self._requests.get(id)
 
     def check(self, ids: Collection[str]) -> None:
-        """Raise InvalidRequestError unless requests may be begun with these ids."""
+        """Raise InvalidRequestError if one of these ids is in use or is given twice."""
         for id, count in Counter(ids).items():
             if count > 1 or id in self._requests:
-                text = f"request_ids: expected ids that are not in use, found {id!r} twice"
+                text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
-        """Have a request answered, in a task, until `end`."""
+        """Run a request in a task, which is returned. The request counts as in flight until `end`."""
         if self._watch is None and self._straggler_seconds is not None:
             self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
         self._requests[id] = request
         return asyncio.create_task(request.run())
 
     def end(self, ids: Collection[str]) -> None:
-        """Forget these."""
+        """Forget these requests."""
         for id in ids:
             self._requests.pop(id, None)
 
     def close(self) -> None:
-        """End all, and the watch."""
+        """End all requests with an error, and stop the watch."""
         if self._watch is not None:
             self._watch.cancel()
         for request in [*self._requests.values()]:

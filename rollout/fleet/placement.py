@@ -1,27 +1,30 @@
-"""Which worker of a fleet a group of samples goes to.
+"""Choose a worker of a fleet for each group of samples.
 
-| owned here                                                          | owned elsewhere                              |
-|---------------------------------------------------------------------|----------------------------------------------|
-| which worker got which beginnings of prompts (`HolderIndex`)        | what a worker's cache holds (`engine.cache`) |
-| how much is under way on each, and how fast each finishes (`Loads`) | when a group is sent, aborted or asked again |
-| which workers there are (`Loads`)                                   | which are alive, and what they serve         |
+| owned here                                                | owned elsewhere                                  |
+|-----------------------------------------------------------|--------------------------------------------------|
+| the holders of each beginning of a prompt (`HolderIndex`) | the contents of workers' caches (`engine.cache`) |
+| the load and the speed of each worker (`Loads`)           | when groups are sent, aborted and repeated       |
+| the list of workers (`Loads`)                             | which workers are alive, and their weights       |
 
-A group stays together. It goes where the longest known beginning of its prompt went, so that prompts with a common
-beginning, and the later turns of a conversation, meet the KV that is there. One whose beginning nobody got yet goes to
-one of the two workers that rank highest for it, by rendezvous hashing (Thaler, Ravishankar 1998), the one with less
-load: clients that know nothing of each other choose of the same two, and a worker that joins or leaves changes the
-order of no others. So does one whose known beginning half the fleet got, which speaks for nobody in particular.
+A holder of a beginning is a worker that got a prompt with this beginning. All samples of a group go to one worker, a
+holder of the longest known beginning of its prompt. So prompts with a common beginning, and later turns of a
+conversation, find their prefix in the worker's cache. If no beginning of the prompt is known, the two workers that rank
+highest for it by rendezvous hashing (Thaler, Ravishankar 1998) are the candidates, and the less loaded one gets the
+group. Thus clients that do not know of each other choose between the same two workers, and a worker that joins or
+leaves does not change the order of the others. The same rule applies to a beginning that more than half the fleet
+holds, because it favors no particular worker.
 
-No worker gets more while it has more than `1 + SLACK` times its share of all that is under way (Mirrokni, Thorup,
-Zadimoghaddam 2018), unless all others are to be avoided; shares are as the workers' speeds, which are measured. Where
-the workers with the longest known beginning are full, those with a shorter one are asked, and then the ranks of all: a
-popular beginning spreads over as many workers as its load asks for. Of several workers with one beginning a few are
-looked at, and the least loaded gets the group (the power of two choices: Mitzenmacher 2001).
+A worker is full, and gets no more, while its load is at least `1 + SLACK` times its share of the total load (Mirrokni,
+Thorup, Zadimoghaddam 2018), unless all other workers must be avoided. Shares are proportional to the measured speeds of
+the workers. If all holders of the longest known beginning are full, holders of shorter beginnings are tried, and then
+workers by rank. So a popular beginning spreads over as many workers as its load needs. Among several holders of a
+beginning, only a few are compared, and the least loaded one gets the group (the power of two choices: Mitzenmacher
+2001).
 
-Promises: nothing here changes a bit of any sample; the same calls give the same placements, in any process; a worker
-that is removed gets nothing; one is chosen unless all are to be avoided. Placing costs no more the more groups are
-under way, and the index holds at most `capacity` beginnings. A change of the fleet costs more the more workers there
-are, and to remove one the more beginnings are known.
+Promises: placement changes no bit of any sample. The same calls give the same placements in any process. A removed
+worker gets nothing. A worker is always chosen unless all must be avoided. The cost of placing a group does not depend
+on the number of groups in flight, and the index holds at most `capacity` beginnings. The cost of adding or removing a
+worker grows with the number of workers, and the cost of removing one also with the number of known beginnings.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ from .holders import HolderIndex, Holders
 from .loads import Loads, Worker
 
 SLACK = 0.25
-"""By how much the load of a worker may exceed its share when it gets a group."""
+"""Fraction by which the load of a worker may exceed its share when the worker gets a group."""
 PIECE = 64
-"""Tokens of the first pieces that prompts are compared by."""
+"""Number of tokens of the first pieces. Prompts are compared piece by piece."""
 _PIECES_OF_A_SIZE = 16
 _LONGEST_PROMPT = 2**31
 _CHOICES = 4
@@ -62,11 +65,11 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """A 64-bit number for each beginning of a prompt that ends with a whole piece, the shortest first; at least one.
+    """Return a 64-bit hash of each beginning of a prompt that ends with a whole piece, shortest first; at least one.
 
-    Pieces have `PIECE` tokens, and twice as many after each 16 of a size, so that there are few of a prompt of any
-    length. A prompt without a whole piece is one itself. `prompt_token_ids`: int32 [prompt_len]. Prompts with different
-    salts have no beginning in common, and only pieces with the same content of `spans` are the same.
+    The first 16 pieces have `PIECE` tokens. After every 16 pieces the size doubles, so even long prompts have few
+    pieces. A prompt shorter than one piece counts as a piece. `prompt_token_ids`: int32 [prompt_len]. Prompts with
+    different salts have no beginning in common. Pieces are equal only if the content of `spans` in them is equal, too.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
@@ -82,7 +85,7 @@ def beginnings(
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """A group that is under way on a worker, until `finish` or `withdraw`."""
+    """A group in flight on a worker, until `finish` or `withdraw`."""
 
     _worker: Worker
     cost: float
@@ -94,12 +97,12 @@ class Placed:
 
 
 class Placement:
-    """Places groups on the workers of a fleet, of which there are none at first.
+    """Places groups on the workers of a fleet. There are no workers at first.
 
-    `capacity`: how many beginnings are remembered at most, two or more, and half as many of those used last in any
-    case; about as many pieces as the caches of all workers hold. `free_load`: a worker with less than that under way is
-    never full, however little the others have; about what it computes at once. Times are seconds of any clock that
-    never goes back.
+    `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used ones are always
+    kept. Choose about the number of pieces that the caches of all workers hold. `free_load`: a worker with less load
+    than this is never full, even if the others are idle. Choose about the load that a worker computes in parallel.
+    Times are in seconds of any monotonic clock.
     """
 
     def __init__(self, capacity: int = 2**17, free_load: float = 1.0) -> None:
@@ -109,32 +112,34 @@ class Placement:
 
     @property
     def num_remembered(self) -> int:
-        """Beginnings of which it is known which workers got them."""
+        """Number of known beginnings."""
         return len(self._index.beginnings)
 
     def load(self, worker: str) -> float:
-        """The cost of what is under way on a worker."""
+        """Return the load of a worker: the total cost of its groups in flight."""
         return self._loads.workers[worker].load
 
     def speed(self, worker: str) -> float:
-        """How fast a worker finishes what it gets, relative to the fleet: 1 as long as nothing is measured."""
+        """Return the speed of a worker relative to the fleet; 1 until something is measured."""
         return self._loads.workers[worker].speed
 
     def add(self, worker: str) -> None:
-        """A worker joins, with an empty cache. One that was lost may come back under its name."""
+        """Add a worker with an empty cache. A lost worker may return under its name."""
         self._loads.add(worker)
 
     def remove(self, worker: str) -> None:
-        """A worker is gone, and its cache with it. What was under way there has to be placed anew."""
+        """Remove a worker, as its cache is gone. The caller must place its groups again."""
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
-        """No worker holds any beginning any more, as after a push of weights."""
+        """Forget all beginnings, as after a push of weights."""
         self._index.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:
-        """Chooses a worker for a group whose prompt has these `beginnings`, another one than those to avoid; None if
-        there is none. `cost`: how much work it is, in a unit that is the same for all.
+        """Choose a worker for a group and add the group to its load. Return None if there is no worker outside `avoid`.
+
+        `prompt`: the `beginnings` of the group's prompt. `cost`: amount of work, in any unit that is the same for all
+        groups.
         """
         rows = self._loads.gather()
         prompt = prompt[: self._index.capacity // 2]
@@ -149,33 +154,35 @@ class Placement:
         return Placed(worker, cost)
 
     def finish(self, placed: Placed, now: float) -> None:
-        """A group was finished by its worker, which tells how fast that is."""
+        """Take a finished group off its worker's load, and update the worker's speed."""
         self._loads.measure(placed._worker, placed.cost, now)
         self._loads.end(placed._worker, placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """A group is under way no longer, and was not finished: it was aborted, refused or lost."""
+        """Take a group off its worker's load that was not finished but aborted, refused or lost."""
         self._loads.end(placed._worker, placed.cost)
 
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """A worker with the longest beginning that one that is not full has, and how many beginnings of the prompt it
-        has; None and 0 if there is none, or where half the fleet has as much.
+        """Return a holder of the longest possible beginning that is not full, and how many beginnings of the prompt it
+        holds; None and 0 if there is no such worker. Beginnings that more than half the fleet holds do not count.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):
             count = len(holders[known - 1])
             if 2 * count > len(self._loads.rows.workers):
                 break
-            if count > looked_at:  # otherwise they are the same
+            if count > looked_at:  # otherwise these are the same holders as before
                 looked_at = count
                 if worker := self._least_loaded(holders[known - 1], start, limit, avoid):
                     return worker, known
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Of a few of the workers, from one on, the one with the least load that is not full."""
+        """Return the worker with the least pressure among a few holders, beginning at position `start`; None if all of
+        them are full or to be avoided.
+        """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):
             worker = holders[i % count]
@@ -184,8 +191,8 @@ class Placement:
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Of the two workers that rank highest for a key, of those that are not full, the one with less load; the least
-        loaded of all if it would take long to find them.
+        """Return the less loaded of the two workers that rank highest for a key, among the workers that are not full.
+        If the highest ranks are all full, return the least loaded worker of all.
         """
         rows = self._loads.rows
         if not rows.workers:
@@ -207,5 +214,5 @@ class Placement:
 
 
 def _next(prompt: Sequence[int], holders: list[Holders]) -> int:
-    """The first beginning that is not known, or the last one."""
+    """Return the first unknown beginning of a prompt, or the last beginning if all are known."""
     return prompt[min(len(holders), len(prompt) - 1)]

@@ -1,8 +1,9 @@
-"""What of Ray a fleet uses: a cluster to run on, and one actor for each worker, which runs the worker's process.
+"""The use of Ray: a cluster to run on, and one actor per worker, which runs the worker's process.
 
-Owns: the connection to the cluster, and the cluster itself if it started it. Through Ray pass the settings of a worker
-and its address, nothing else. A worker ends with its actor, however that ends: it reads from a pipe of the actor's.
-A cluster that asks for no token is joined only if the settings say so.
+Owns: the connection to the cluster, and the cluster itself if this process started it. Ray carries only a worker's
+settings, its address, its process ids, and how it failed or ended. A worker ends when its actor ends, however that
+happens, because the worker reads from a pipe of the actor. A cluster that asks for no token is joined only if the
+settings permit it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ _RAYLET = "RAY_RAYLET_PID"
 
 @contextmanager
 def _outliving_its_raylet() -> Iterator[None]:
-    """For the import of Ray, which reads here whose end is to be that of this process: of a worker of its own, the
-    raylet's. All others it ends with their raylet if process 1 is their parent, taking them for orphans, so also a
-    fleet that a service manager has started. Therefore it is told that this process follows itself.
+    """Context manager for the import of Ray. It keeps Ray from ending this process together with its raylet.
+
+    During its import, Ray reads from an environment variable which process this one must follow; for Ray's own worker
+    processes that is the raylet. If the variable is unset and process 1 is the parent, Ray takes the process for an
+    orphan and ends it with its raylet. This would hit a fleet that a service manager has started. So the variable is
+    set to this process's own id.
     """
     if _RAYLET in os.environ:
         yield
@@ -54,26 +58,28 @@ with _outliving_its_raylet():
     from ray.exceptions import RayError
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""The least that Ray takes: nothing passes through its store."""
+"""The minimum that Ray accepts. Nothing passes through Ray's object store."""
 LOCAL_CPUS = 1024
-"""Of a local cluster, on which nobody else runs: how many workers share its CPUs is up to whoever starts them."""
+"""Number of CPUs that a local cluster claims to have, so that Ray does not limit the number of workers."""
 STARTS = 4
-"""How often a local cluster is started before that is given up: Ray gives a busy machine 30 seconds each time."""
+"""Maximum number of attempts to start a local cluster. Ray limits each to 30 seconds, too few on a busy machine."""
 END_SECONDS = 10.0
-"""For processes that are killed; one that waits for a device ends later."""
+"""How long to wait for killed processes. A process that waits for a device may end later."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
 
 
 _local: LocalAccess | None = None
-"""Of the local cluster that a `Cluster` of this process has started."""
+"""Access to the local cluster that this process has started; None if there is none."""
 
 
 class Cluster:
-    """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
-    unless this process is connected to one already. `without_authentication`: join a cluster that asks for no token,
-    with a warning; otherwise it raises ConfigError.
+    """A connection to a Ray cluster. If this process is already connected to a cluster, that one is used.
+
+    `address`: address of a cluster to join, or `auto` for the one on this machine; None starts a local cluster.
+    `without_authentication`: join a cluster that asks for no token, with a warning; otherwise such a cluster raises
+    ConfigError.
     """
 
     def __init__(self, address: str | None, without_authentication: bool = False) -> None:
@@ -82,8 +88,8 @@ class Cluster:
         self._is_closed = False
         self._is_reconnecting = False
         self._lock = threading.Lock()
-        # The kernel ends what Ray starts with the thread that had it start that. The main thread is as good as one that
-        # stays, and the only one on which Ray can have SIGTERM end this process as an exit does.
+        # The kernel ends Ray's processes when the thread that started them ends, so Ray is started on a lasting thread.
+        # The main thread also lasts, and Ray can install its handler for SIGTERM there only.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
@@ -101,16 +107,16 @@ class Cluster:
         self._check_authentication(address)
         try:
             self._call_init(address=address)
-        except Exception as error:  # Ray has no class of its own for a cluster that cannot be joined
+        except Exception as error:  # Ray has no specific exception for a cluster that cannot be joined
             _shut_down()
             raise ConfigError(
-                f"fleet: no Ray cluster at {address}: {error}; start one, or leave the address out"
+                f"fleet: cannot join a Ray cluster at {address}: {error}; start one, or leave ray_address out"
             ) from None
 
     def _check_authentication(self, address: str) -> None:
         if asks_for_token(address):
             return
-        risk = f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run any code in it"
+        risk = f"the Ray cluster at {address} asks for no token: anyone that reaches its ports can run any code in it"
         if not self._without_authentication:
             raise ConfigError(
                 f"fleet: {risk}; start it with RAY_AUTH_MODE=token, or set ray_without_authentication=True"
@@ -120,7 +126,7 @@ class Cluster:
     def _start_local(self) -> None:
         global _local
         fields: dict[str, Any] = dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
-        # By default Ray's processes, and so the workers, yield to all others.
+        # By default Ray's processes, and so the workers, have a low priority.
         fields |= dict(object_store_memory=OBJECT_STORE_BYTES, _system_config=dict(worker_niceness=0))
         before = _children_of_ray()
         access = LocalAccess()
@@ -131,10 +137,10 @@ class Cluster:
                 break
             except ConfigError:
                 raise
-            except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
+            except Exception as error:  # Ray has no specific exception for a node that does not start in 30 seconds
                 _shut_down()
-                _end(_children_of_ray() - before)  # which it forgets where its node did not come up
-                if "Unknown keyword argument" in str(error):  # `ray.init` takes any name, and checks it itself
+                _end(_children_of_ray() - before)  # Ray leaves them behind if its node did not start
+                if "Unknown keyword argument" in str(error):  # raised by `ray.init`, which checks its keywords itself
                     raise ConfigError(untested("ray", f"ray.init refuses an argument ({error})")) from None
                 if attempt == STARTS - 1:
                     access.keep_folder()
@@ -150,11 +156,11 @@ class Cluster:
         ip = ray.util.get_node_ip_address()
         if not is_loopback(ip):
             _shut_down()
-            raise ConfigError(f"fleet: the local Ray cluster listens on {ip}, beyond loopback; install 'trueroll[ray]'")
+            raise ConfigError(f"fleet: the local Ray cluster listens on {ip}, not on loopback; install 'trueroll[ray]'")
 
     @property
     def local(self) -> LocalAccess | None:
-        """How to reach the local cluster that this process has started; None if it uses another one."""
+        """Access to the local cluster that this process has started; None if it uses another one."""
         return _local
 
     def _call_init(self, **fields: Any) -> None:
@@ -167,13 +173,13 @@ class Cluster:
 
     @property
     def is_there(self) -> bool:
-        """Whether Ray may be called; where it has no cluster, each call would start one. Who began it may have ended
-        it; otherwise this changes on the event loop of `reconnect` alone.
+        """Whether Ray may be called. Without a cluster, any call of Ray would start one. The value changes only on the
+        event loop that runs `reconnect`, or if other code in this process shuts Ray down.
         """
         return not self._is_reconnecting and ray.is_initialized()
 
     def is_alive(self) -> bool:
-        """Whether the raylet of this process's node is there. May wait."""
+        """Return whether the raylet of this process's node is alive. May block."""
         with self._lock:
             return self._is_closed or (ray.is_initialized() and self._has_raylet())
 
@@ -187,7 +193,7 @@ class Cluster:
             return False
 
     async def reconnect(self) -> None:
-        """After the node was lost: join again, or start another one. Raise ConfigError."""
+        """Join the cluster again after the node was lost, or start another one. Raise ConfigError if that fails."""
         self._is_reconnecting = True
         await asyncio.to_thread(self._reconnect)
         self._is_reconnecting = False
@@ -201,7 +207,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end it, if that was begun here."""
+        """Leave the cluster, or end it if it is local. If other code in this process joined it, keep it."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -211,10 +217,10 @@ class Cluster:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """What SIGTERM does stays as it is: Ray has it end the process at once, and Python lets nobody but the main thread
-    change that.
+    """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and outside the
+    main thread Python cannot change it back.
     """
-    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction, whose size Python does not know
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction; Python does not know its size
     libc.sigaction(signal.SIGTERM, None, action)
     try:
         yield
@@ -223,12 +229,12 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 def _shut_down() -> None:
-    """Leave the cluster, and end it and remove its folder if it is a local one."""
+    """Leave the cluster. End a local one, and remove its folder."""
     global _local
     started = [process for child in _children_of_ray() for process in (child, *_children(child))] if _local else []
     with _keeping_sigterm():
         ray.shutdown()
-    _end(started)  # otherwise some still write into the folder for a moment
+    _end(started)  # otherwise some of them would still write into the folder
     read_token_again()
     if _local is not None:
         _local.remove_folder()
@@ -242,7 +248,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_raylet(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):  # any child may end, and be reaped, while it is looked at
+    with suppress(psutil.Error):  # a child may end, and be reaped, at any moment
         return process.name() == "raylet"
     return False
 
@@ -254,7 +260,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _children_of_ray() -> set[psutil.Process]:
-    """What Ray has started in this process."""
+    """Return the child processes that Ray has started."""
     folder, found = str(Path(ray.__file__).parent), set()
     for child in psutil.Process().children():
         with suppress(psutil.Error):
@@ -274,7 +280,7 @@ def _end(processes: Collection[psutil.Process]) -> None:
 
 
 class WorkerActor:
-    """An actor and the worker process in it, on whichever machine of `cluster` Ray chooses."""
+    """An actor, which runs one worker process. Ray chooses the machine."""
 
     def __init__(self, cluster: Cluster, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
@@ -283,8 +289,8 @@ class WorkerActor:
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
-        """Start the worker; returns its address, which without keys is `socket`. Waits for as long as the cluster has
-        no room. Raise what keeps it from running, and WorkerLostError if the actor dies.
+        """Start the worker and return its address. Without keys, that is an ipc address at `socket`. Wait as long as
+        the cluster has no room. Raise the worker's error if it cannot run, and WorkerLostError if the actor dies.
         """
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
@@ -293,25 +299,25 @@ class WorkerActor:
         return outcome["address"]
 
     async def ended(self) -> str:
-        """Wait until the worker or the actor has ended; returns how."""
+        """Wait until the worker or the actor has ended. Return how it ended, as text."""
         try:
             return f"ended with exit code {await self._ask('wait')}"
         except WorkerLostError as error:
             return str(error)
 
     async def pids(self) -> tuple[int, int]:
-        """Of the actor's process and of the worker's."""
+        """Return the process ids of the actor and of the worker."""
         return await self._ask("pids")
 
     async def stop(self, seconds: float) -> None:
-        """End the worker, which has that many seconds for it, and the actor."""
+        """End the worker within `seconds`, and then the actor."""
         with suppress(TruerollError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ask("stop")
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once; its worker notices."""
+        """End the actor at once. Its worker notices that and ends, too."""
         if self._cluster.is_there:
             with suppress(RayError, RuntimeError, ValueError):
                 ray.kill(self._actor, no_restart=True)
@@ -322,15 +328,15 @@ class WorkerActor:
             reference = getattr(self._actor, method).remote(*arguments)
             return await asyncio.wrap_future(reference.future())
         except RayError as error:
-            raise WorkerLostError(f"the actor of the worker was lost: {str(error).splitlines()[0]:.200}") from None
+            raise WorkerLostError(f"the worker's actor was lost: {str(error).splitlines()[0]:.200}") from None
 
     def _check_cluster(self) -> None:
         if not self._cluster.is_there:
-            raise WorkerLostError("the actor of the worker was lost, with its cluster")
+            raise WorkerLostError("the worker's actor was lost together with its cluster")
 
 
 class _Runner:
-    """What runs in an actor. Its methods run on threads of their own."""
+    """The class of the actor. Ray runs its methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
@@ -359,14 +365,15 @@ class _Runner:
 
 
 def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
-    """The settings of a worker, listening where its clients can reach it: with keys by this machine's IP, otherwise at
-    `socket`, which is None on other machines than the fleet's.
+    """Return the settings of a worker with an address that its clients can reach: on this machine's IP if there are
+    keys, else at `socket`. `socket`: None on other machines than the fleet's. Raise ConfigError if there are neither
+    keys nor a socket.
     """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}
     if socket is not None:
         return worker | {"address": f"ipc://{socket}"}
     raise ConfigError(
-        f"fleet: expected keys for workers on other machines, found none for the one at "
-        f"{ray.util.get_node_ip_address()}; give curve_secret_key_file and clients_file"
+        f"fleet: the worker at {ray.util.get_node_ip_address()} is on another machine and needs keys; give "
+        "curve_secret_key_file and clients_file"
     )

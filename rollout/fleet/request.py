@@ -1,10 +1,10 @@
-"""One request of a fleet's client: the attempts to have it answered, from the first worker that is asked to its end.
+"""One request of a fleet's client: the attempts to have it answered by workers, from its start to its end.
 
-Owns: the tasks in which workers are asked, the wait for a worker, and the patience that it has. Does not own what of
-the request is there, nor what is asked for next (`GroupState`), nor the workers (`WorkerPool`).
+Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own which samples
+have arrived, nor what is asked for next (`GroupState`), nor the workers (`WorkerPool`).
 
-Promises: the request has one end, whatever becomes of the workers that were asked; a worker whose answers are of no use
-any more is told that nothing waits for them.
+Promises: the request has exactly one end, whatever happens to its workers. If a worker's answers are no longer wanted,
+the worker's request is abandoned.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from .samples import Reply
 from .worker_pool import WorkerPool
 
 SLOWNESS = 3.0
-"""A request is far behind if it takes so many times as long for its size as the slowest of the last ones."""
+"""A request is a straggler if it takes this many times as long for its size as the slowest recently finished
+request.
+"""
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """What one worker was asked, since when (monotonic seconds). `is_last`: the request ended with its answer."""
+    """An ask to one worker. `since`: when it was sent, in monotonic seconds. `is_last`: whether the request ended with
+    an answer to this ask.
+    """
 
     ask: Ask
     link: Link
@@ -42,14 +46,16 @@ class _Attempt:
     is_last: bool = False
 
     async def abort(self, indices: set[int], n: int) -> None:
-        """Have the worker end these of `n` samples. If it is lost, the worker that is asked next gives them."""
+        """Make the worker abort the samples `indices` of `n`. Ignore errors: `GroupState` ends samples of lost
+        workers.
+        """
         with suppress(TruerollError):
             for id, index in self.ask.targets(indices, n):
                 await self.link.client.abort(id, index, missing_ok=True)
 
     def release(self, dispatch: Dispatch) -> None:
-        """Take the request off the worker's load. `is_last` tells whether the worker finished it; how its task ended
-        does not, since that may be cancelled first.
+        """Take the request off the worker's load. `is_last` decides whether the worker has finished it; the outcome of
+        the task does not, because the task may be cancelled before.
         """
         if self.is_last:
             dispatch.finish(self.placed, time.monotonic() - self.since)
@@ -58,10 +64,12 @@ class _Attempt:
 
 
 class FleetRequest:
-    """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
-    may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
-    tokens may differ. `patience`: seconds to wait for a worker while there is none, while all refuse requests because
-    of their state, or, if this request was lost with a worker, while all others are full.
+    """A request and its attempts.
+
+    `deliver`: called with pieces and samples as they arrive, and then with one end: Done, Scores or an error.
+    `may_repeat`: whether a sample may be delivered again; the later one replaces the earlier one. `max_staleness`:
+    maximum difference between the weight versions of tokens. `patience`: seconds to wait for a worker if there is none,
+    if all refuse requests because of their state, or if this request was lost with a worker and all others are full.
     """
 
     def __init__(
@@ -80,13 +88,13 @@ class FleetRequest:
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
         self._patience_ends: float | None = None
-        """While no worker has taken it: until when it waits for one (monotonic seconds)."""
+        """While no worker has accepted the request: the end of the wait for one, in monotonic seconds."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
 
     async def run(self) -> None:
-        """Ask workers until the end of the request was delivered."""
+        """Ask workers until the end of the request is delivered."""
         try:
             while not self._state.is_over:
                 if not self._attempts:
@@ -97,15 +105,15 @@ class FleetRequest:
                     self._end_attempt(task)
         except TruerollError as error:
             self.finish(error)
-        except Exception as error:  # a fault of this program, which must not let the caller wait for ever
-            self.finish(WorkerLostError(f"fleet: expected an answer, found {type(error).__name__}: {error}"))
+        except Exception as error:  # a bug in this program; without an end the caller would wait forever
+            self.finish(WorkerLostError(f"fleet: internal error in the client: {type(error).__name__}: {error}"))
             raise
         finally:
             await self._give_up()
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
-        """Ask a second worker for what is missing, if the request takes so long that one may well be done sooner, and
-        there is one. `now`: monotonic seconds.
+        """If the request is a straggler and another worker is eligible, ask that one for the missing samples as well.
+        Return whether it was asked. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
         if self._state.is_over or len(self._attempts) != 1 or pace is None:
@@ -120,29 +128,33 @@ class FleetRequest:
         return found is not None
 
     async def abort(self, index: int | None) -> int:
-        """End it, or one of its samples, with what is there; returns how many samples that ended."""
+        """End one sample, or all samples with None, with the tokens that have arrived. Return the number of samples
+        that this ended.
+        """
         ending, attempts = self._state.abort(index), list(self._attempts.values())
         self._put(self._state.settle())
         await asyncio.gather(*(attempt.abort(ending, self._state.n) for attempt in attempts))
         return len(ending)
 
     def finish(self, error: TruerollError) -> None:
-        """End it by an error, unless it has ended."""
+        """End the request with an error, unless it has already ended."""
         self._put(self._state.fail(error))
 
     async def _ask_somebody(self) -> None:
-        """Ask the worker that the placement chooses. Raise what keeps it from that."""
+        """Choose a worker and ask it. Raise TruerollError if no worker can be asked."""
         self._put(self._state.settle())
         if self._state.is_over:
             return
         link, placed = await self._place()
-        if self._state.is_over:  # it was aborted meanwhile
+        if self._state.is_over:  # the request was aborted meanwhile
             self._pool.dispatch.withdraw(placed)
         else:
             self._ask(link, placed)
 
     async def _place(self) -> tuple[Link, Placed]:
-        """Choose a worker, after a wait if need be. Raise why there is none."""
+        """Choose a worker, and wait for one if necessary. Raise TruerollError if all workers refuse the request, or if
+        patience ends.
+        """
         setbacks = self._state.setbacks
         if error := setbacks.final(self._looks()):
             raise error
@@ -155,12 +167,12 @@ class FleetRequest:
             raise setbacks.first_refusal or error from None
 
     def _avoided(self) -> set[str]:
-        """The workers not to be asked now."""
+        """Return the keys of the workers not to be asked now."""
         is_late = self._patience_ends is not None and time.monotonic() >= self._patience_ends
         return self._state.setbacks.avoided(self._looks(), is_late)
 
     def _looks(self) -> dict[str, int]:
-        """How often each worker that may be asked was looked at, if that matters."""
+        """Return the number of health checks of each eligible worker; empty if no refusal depends on it."""
         return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 
     def _ask(self, link: Link, placed: Placed) -> None:
@@ -168,7 +180,7 @@ class FleetRequest:
         self._attempts[asyncio.create_task(self._exchange(attempt))] = attempt
 
     async def _exchange(self, attempt: _Attempt) -> None:
-        """Take what a worker answers, until it has answered all or its answers are of no use."""
+        """Send the messages of an ask and handle the replies, until all have arrived or they are no longer wanted."""
         messages = {-1 if index is None else index: message for index, message in attempt.ask.messages.items()}
         async with aclosing(attempt.link.client.exchange(messages, None, "return")) as replies:
             async for position, reply in replies:
@@ -177,7 +189,7 @@ class FleetRequest:
                     return
 
     async def _take(self, attempt: _Attempt, index: int | None, reply: Reply) -> None:
-        """`index`: of the sample that was asked for alone; None: all were."""
+        """Handle a reply. `index`: the sample, if it was asked for on its own; None for the whole request."""
         ask, link = attempt.ask, attempt.link
         if isinstance(reply, TruerollError):
             if link.is_gone:
@@ -191,7 +203,7 @@ class FleetRequest:
         self._put(replies)
 
     def _put(self, replies: Sequence[Reply]) -> None:
-        """Deliver replies, and end what is of no use any more."""
+        """Deliver replies, and cancel the tasks of asks that are no longer wanted."""
         for reply in replies:
             self._deliver(_with_max_tokens(reply, self._pool) if isinstance(reply, protocol.Done) else reply)
         for task, attempt in self._attempts.items():
@@ -199,7 +211,7 @@ class FleetRequest:
                 task.cancel()
 
     def _end_attempt(self, task: asyncio.Task[None]) -> None:
-        """See how an attempt ended. Raise its error."""
+        """Handle the end of an attempt. Raise its error, if it failed."""
         attempt = self._attempts.pop(task)
         attempt.release(self._pool.dispatch)
         if not task.cancelled():
@@ -212,7 +224,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Tell the workers that are still asked that nothing waits for their answers."""
+        """Cancel all attempts, which abandons their requests at the workers."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
@@ -222,7 +234,7 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """The end of a group with the number that its workers take for `max_tokens` None."""
+    """Return the end of a group. If `max_tokens` is None, replace it by the number that workers use in that case."""
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:
         return done

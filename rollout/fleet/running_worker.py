@@ -1,4 +1,4 @@
-"""A worker of a fleet that runs: the actor, its process, a client of it, and what it told last.
+"""A running worker of a fleet: its actor, its process, a client of it, and its last report.
 
 Owns: the actor, the socket and the client, from the start of the worker to its end.
 """
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
     from .ray_cluster import Cluster, WorkerActor
 
 ANSWER_SECONDS = 30.0
-"""A worker that does not answer for so long is replaced: it answers while it computes. Clients measure it, and count no
-time in which this process was stopped.
+"""A worker that does not answer for this long is replaced. A healthy worker answers even while it computes. The client
+measures the time, and does not count periods in which this process was stopped.
 """
 STOP_SECONDS = 15.0
 
 
 class RunningWorker:
-    """`socket`: of its process, which may be killed and leave it behind. `pids`: of the actor and of the worker.
-    `member`: what clients are told of it; None before it answered. `health`, `stats`: None before it told them.
+    """A running worker.
+
+    `socket`: socket file of the worker, which a killed worker leaves behind. `pids`: process ids of the actor and of
+    the worker. `member`: the entry for clients; None before the first answer. `health`, `stats`: last reports; None
+    before the first.
     """
 
     def __init__(self, actor: WorkerActor, socket: Path, client: AsyncRolloutClient, pids: tuple[int, int]) -> None:
@@ -44,32 +47,32 @@ class RunningWorker:
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may ask it."""
+        """Whether clients may send requests to the worker."""
         return self.member is not None and self.member.standing == "serving"
 
     async def look(self) -> protocol.Health:
-        """Ask it how it is."""
+        """Check the worker's health. Return the report."""
         self.health = await self.client.health()
         return self.health
 
     def check_engine(self) -> None:
-        """Raise WorkerFailedError if its engine has failed."""
+        """Raise WorkerFailedError if the worker's engine has failed."""
         if self.health is not None and self.health.state == "failed":
-            raise WorkerFailedError("worker: its engine has failed; it is replaced")
+            raise WorkerFailedError("worker: its engine has failed; it will be replaced")
 
     def check_progress(self, hang_seconds: float) -> None:
-        """Raise WorkerFailedError if it has work, and has got nothing done for so long."""
+        """Raise WorkerFailedError if the worker has running requests and has made no progress for `hang_seconds`."""
         health = self.health
         if health is not None and health.state == "ready" and health.requests.get("running"):
             if (health.seconds_since_progress or 0.0) > hang_seconds:
-                raise WorkerFailedError(f"worker: no progress for {hang_seconds} s; it is replaced")
+                raise WorkerFailedError(f"worker: no progress for {hang_seconds:g} s; it will be replaced")
 
     async def ended(self) -> str:
-        """Wait until the worker or its actor has ended; returns how."""
+        """Wait until the worker or its actor has ended. Return how it ended, as text."""
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:
-        """End it. `at_once`: without waiting for it."""
+        """End the worker. `at_once`: kill it instead of letting it exit."""
         with suppress(TruerollError):
             await self.client.close()
         if at_once:
@@ -80,7 +83,7 @@ class RunningWorker:
 
 
 class Launcher:
-    """Starts workers on `cluster`. `settings`: of each worker and its engine. `folder`: for sockets."""
+    """Starts workers on `cluster`. `settings`: settings of each worker and its engine. `folder`: folder for sockets."""
 
     def __init__(self, cluster: Cluster, config: FleetConfig, settings: Mapping[str, Any], folder: Path) -> None:
         self._cluster = cluster
@@ -89,7 +92,7 @@ class Launcher:
         self._folder = folder
 
     async def launch(self, name: str) -> RunningWorker:
-        """Start a worker, wherever there is room. Raise what keeps it from running."""
+        """Start a worker on any machine with room. Raise the worker's error if it cannot run."""
         from .ray_cluster import WorkerActor
 
         config = self._config

@@ -1,7 +1,7 @@
-"""What is there of one request: which samples were delivered, the parts of others, and the pieces that were shown.
+"""The samples of one request: which were delivered, parts of the others, and the pieces that were shown to the caller.
 
-Pure. Promises: the pieces of a sample that are shown are its own: one begins where the one before ended, or at 0, and
-together they are the sample. All versions of weights that are accepted differ by no more than is allowed.
+Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or start again at 0, and join to the
+sample. All accepted weight versions differ by at most `max_staleness`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 
 
 class Samples:
-    """`may_repeat`: the caller may get a sample again, which then replaces the one before. `max_staleness`: by how many
-    versions the weights of tokens may differ.
+    """The samples of one request.
 
-    `delivered`: how each sample that was delivered ended. `parts`: what others have, which a worker cut.
+    `may_repeat`: whether a sample may be delivered again; the later one replaces the earlier one. `max_staleness`:
+    maximum difference between the weight versions of tokens. `delivered`: finish reasons of the delivered samples, by
+    index. `parts`: partial samples that a worker cut off, by index.
     """
 
     def __init__(self, request: Request, may_repeat: bool, max_staleness: int) -> None:
@@ -35,12 +36,13 @@ class Samples:
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample: the ask whose tokens were shown, and how many. None: those of its part, or of the whole sample.
+        # By sample: the ask that the shown tokens came from, and their number. The ask is None if the tokens are those
+        # of the sample's part or of the whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
-        """Note the versions of a sample, and of its part before. Return False, and note nothing, if they and those of
-        what is there are too far apart.
+        """Record the weight versions of a sample and of its prior part. If they differ too much from the versions
+        recorded so far, record nothing and return False.
         """
         versions = [version for version, _, _ in spans] + [*(self._versions or ())]
         versions += [span.version for span in prior.weight_versions] if prior else []
@@ -50,12 +52,14 @@ class Samples:
         return True
 
     def begin_anew(self) -> None:
-        """Drop all that is there. Raise StaleWeightsError if the caller has a part of it, and may not get it again."""
+        """Drop all samples, to restart the request. Raise StaleWeightsError if the caller has already got a part,
+        unless `may_repeat`.
+        """
         if not self._may_repeat and (self.delivered or self._shown):
             raise StaleWeightsError(
-                f"request {self._request.id!r}: expected weights whose versions differ by at most max_staleness = "
-                f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use `generate`, "
-                "which asks again",
+                f"request {self._request.id!r}: a push has changed the weights by more than max_staleness = "
+                f"{self._max_staleness} versions after a part was returned; raise max_staleness, or use `generate`, "
+                "which restarts such requests",
                 limit=self._max_staleness,
             )
         self.delivered.clear()
@@ -64,8 +68,8 @@ class Samples:
         self._shown.clear()
 
     def show(self, ask: Ask, piece: SampleDelta) -> list[Reply]:
-        """A piece of a sample from the worker whose pieces are shown, as it is to be delivered. It is dropped if one
-        before it was not shown.
+        """Return the replies that deliver a piece of a sample. `ask`: the ask that the piece came from. Drop the piece
+        if an earlier one was not shown.
         """
         own, start = piece.index, piece.start
         if own in ask.prior:
@@ -77,19 +81,21 @@ class Samples:
         return [replace(piece, start=start)]
 
     def cut(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Keep what a sample has, so that it can go on. `ask`: None if its pieces are not shown."""
+        """Keep a partial sample, so that another worker can continue it. Return the piece that shows it, if needed.
+        `ask`: None if pieces of its ask are not shown.
+        """
         self.parts[sample.index] = protocol.sample_output(sample)
         return [] if ask is None else self._show_whole(ask, sample)
 
     def deliver(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """A sample, as it is to be delivered. `ask`: None if no worker answered with it."""
+        """Return the replies that deliver a finished sample. `ask`: None if the sample did not come from a worker."""
         pieces = self._show_whole(ask, sample)
         self.delivered[sample.index] = sample.finish_reason
         self.parts.pop(sample.index, None)
         return [*pieces, sample]
 
     def deliver_aborted(self, indices: Collection[int]) -> list[Reply]:
-        """Samples that end with what they have, which may be nothing."""
+        """Return the replies that deliver aborted samples, with the tokens that have arrived, possibly none."""
         request, replies = self._request, []
         assert isinstance(request, protocol.Generate)
         for index in sorted(indices):
@@ -98,12 +104,12 @@ class Samples:
         return replies
 
     def end(self) -> protocol.Done:
-        """The end of a group whose samples came from several asks."""
+        """Return the end of a group with samples from several asks."""
         assert isinstance(self._request, protocol.Generate)
         return end_of_group(self._request, dict(Counter(self.delivered.values())))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """All of a sample in one piece, where pieces are wanted and those that were shown are not its own."""
+        """Return one piece with the whole sample, if the request wants pieces and the shown ones are incomplete."""
         if not (isinstance(self._request, protocol.Generate) and self._request.deltas):
             return []
         count = len(sample.token_ids) // 4

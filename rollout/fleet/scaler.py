@@ -1,8 +1,8 @@
-"""How many workers a fleet has.
+"""Change the number of workers of a fleet, and replace all of them when the Ray cluster is lost.
 
-Owns: the task that keeps each slot's worker running, from the call of `scale` that asks for the slot to the one that
-dismisses it. Promises: a worker that is to leave finishes what it has; a cluster that is lost is joined or started
-again, and then all workers.
+Owns: one task per slot, which keeps a worker running in it, from the call of `scale` that adds the slot to the call
+that dismisses it. Promises: a leaving worker may finish its requests. A lost cluster is joined or started again, and
+then all workers are started again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from .ray_cluster import Cluster
 
 SETTLE_SECONDS = 0.5
-"""Until clients know who leaves."""
+"""Time for clients to learn which workers leave."""
 
 log = logging.getLogger(__name__)
 
 
 class Scaler:
-    """`drain_timeout`: seconds that a worker which leaves has for what it has."""
+    """Adds and dismisses slots. `drain_timeout`: seconds that a leaving worker has to finish its requests."""
 
     def __init__(
         self, slots: Slots, keeper: Keeper, weights: FleetWeights, cluster: Cluster, drain_timeout: float
@@ -62,7 +62,7 @@ class Scaler:
             await asyncio.sleep(0.05)
 
     async def watch_cluster(self) -> None:
-        """When the cluster is lost, and with it all workers, join it or start it again."""
+        """Check the cluster until cancelled. When it is lost, and all workers with it, join or start it again."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if await asyncio.to_thread(self._cluster.is_alive):
@@ -91,7 +91,7 @@ class Scaler:
         await self._keeper.keep(slot)
 
     def _check_joining(self) -> None:
-        """Raise what keeps workers from serving, if waiting does not help."""
+        """Raise the error that keeps workers from serving, if waiting does not help."""
         for slot in self._slots:
             if error := slot.first_error or slot.joining.error:
                 raise error
@@ -99,22 +99,20 @@ class Scaler:
             return
         if any(slot.waits_since == self._slots.num_scales for slot in self._slots):
             raise IllegalStateError(
-                f"scale: all workers were lost, and nothing has the weights of version {noted.version} that they "
-                "served; push them again, with publisher.restore(model) or push_folder, or push newer ones: then the "
-                "workers that wait will serve"
+                f"scale: all workers were lost, and nothing has their weights (version {noted.version}); push them "
+                "again with publisher.restore(model) or push_folder, or push newer ones: then waiting workers serve"
             )
 
     async def _check_awake(self) -> None:
-        looks = map(self._keeper.look, self._slots.serving)  # what is known may be half a second old
+        looks = map(self._keeper.look, self._slots.serving)  # the last reports may be half a second old
         await asyncio.gather(*looks, return_exceptions=True)
         if self._slots.are_asleep:
             raise IllegalStateError(
-                "scale: expected a worker that is awake, from which a new one gets its weights, found all asleep; wake "
-                "them up first"
+                "scale: all workers are asleep, so a new one could not get their weights; wake them up first"
             )
 
     async def _dismiss(self, slot: Slot) -> None:
-        """Let a worker finish what it has, and end it."""
+        """Let a worker finish its requests, end it, and remove its slot."""
         self._slots.stand(slot, "leaving")
         await asyncio.sleep(SETTLE_SECONDS)
         deadline = time.monotonic() + self._drain_timeout
@@ -130,7 +128,7 @@ class Scaler:
 
 
 async def reconnect(cluster: Cluster) -> None:
-    """Join a cluster that was lost, or start it again, whatever keeps that from succeeding at first."""
+    """Join a lost cluster again, or start it again. Retry until that succeeds, with growing pauses."""
     pause = FIRST_PAUSE
     while True:
         try:
@@ -138,6 +136,6 @@ async def reconnect(cluster: Cluster) -> None:
         except TruerollError as error:
             log.warning("%s", error)
         except Exception as error:
-            log.exception("fleet: the cluster was not started again, next attempt in %s s: %r", pause, error)
+            log.exception("fleet: could not start the cluster again, next attempt in %g s: %r", pause, error)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MOST_PAUSE)

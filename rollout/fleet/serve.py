@@ -1,4 +1,4 @@
-"""`trueroll fleet`: a process that keeps a fleet running until it is told to end."""
+"""`trueroll fleet`: a process that keeps a fleet running until it gets a signal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .fleet import Fleet
 
 
 def serve(settings: dict[str, Any], on_ready: Callable[[str], None]) -> None:
-    """Run in the main thread of this process until SIGTERM or SIGINT. `settings`: the arguments of `Fleet`. `on_ready`
-    gets a line that says where the workers are. Raise what `Fleet` raises.
+    """Run a fleet until SIGTERM or SIGINT. Call it in the main thread. `settings`: the arguments of `Fleet`.
+    `on_ready`: called with a line that tells where the workers are. Raise the same errors as `Fleet`.
     """
     ended = threading.Event()
     with Fleet(**settings) as fleet:
-        for number in (signal.SIGTERM, signal.SIGINT):  # only now, for Ray has set one of its own
+        for number in (signal.SIGTERM, signal.SIGINT):  # after `Fleet`, because Ray installs its own handlers
             signal.signal(number, lambda *_: ended.set())
         where = settings.get("file") or ",".join(member.address for member in fleet.members())
         metrics = "" if fleet.metrics_port is None else f" metrics=http://127.0.0.1:{fleet.metrics_port}/metrics"
         on_ready(f"ready workers={fleet.num_serving} fleet={where}{metrics}")
-        while not ended.wait(1.0):  # a wait without an end would keep signals waiting
+        while not ended.wait(1.0):  # a wait without a timeout would delay signal handlers
             pass

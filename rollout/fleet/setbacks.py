@@ -1,6 +1,6 @@
-"""What has kept workers from a request, and which of them are therefore not asked next.
+"""The losses and refusals that a request has met, and the workers that are therefore not asked next.
 
-Pure: it is told how often each worker was looked at, and looks at none.
+Pure: no clock, no I/O. Callers pass the number of health checks of each worker.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from trueroll.errors import QueueFullError, TruerollError, UnavailableError, WorkerLostError
 
 MOST_LOSSES = 5
-"""A request whose workers were lost more often is given up: it may be what ends them."""
+"""A request that was lost with more workers than this fails, because the request may be the cause."""
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a worker refused a request. `num_looks`: how often it had been looked at; the next look voids the refusal,
-    even if it finds what the one before found: the worker may have filled up and emptied in between.
+    """Why a worker refused a request. `num_looks`: number of health checks of the worker at that time. The next health
+    check voids the refusal, even if it reports the same as before: the worker may have been full only in between.
     """
 
     error: TruerollError
@@ -25,9 +25,9 @@ class _Refusal:
 
 
 class Setbacks:
-    """The losses and refusals of one request. `num_losses`: how many workers were lost with it.
+    """The losses and refusals of one request. `num_losses`: number of workers that were lost with it.
 
-    `looks`, wherever it is given: the workers that may be asked now, and how often each was looked at.
+    The argument `looks` of methods: number of health checks of each eligible worker, by key.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Setbacks:
         self._rejecting: set[str] = set()
 
     def note(self, worker: str, num_looks: int, refusal: TruerollError | None) -> None:
-        """A worker has ended with the request: it refused it, or, without a refusal, had it. Then earlier refusals, of
-        whichever worker, count no more.
+        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request; None if it accepted
+        the request, which voids all earlier refusals of all workers.
         """
         if refusal is None:
             self._refusals.clear()
@@ -48,14 +48,14 @@ class Setbacks:
             self._refusals[worker] = _Refusal(refusal, num_looks)
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
-        """The workers not to be asked now. `is_late`: patience has ended, so also those that rejected it in their
-        state.
+        """Return the keys of the workers not to be asked now. `is_late`: patience has ended, so workers that rejected
+        the request because of their state count as well.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """Why all workers refuse the request; None if some do not. One that was lost with a worker waits for room at
-        another.
+        """Return why all workers refuse the request; None if some do not refuse it. A request that was lost with a
+        worker does not fail while others are full, but waits for room.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:
@@ -65,20 +65,22 @@ class Setbacks:
         return None if is_waiting else errors[0]
 
     def too_many_losses(self, request_id: str) -> WorkerLostError | None:
-        """Why the request is given up, if it was lost too often."""
+        """Return an error if the request was lost with too many workers, else None."""
         if self.num_losses <= MOST_LOSSES:
             return None
         return WorkerLostError(
-            f"request {request_id!r}: lost with {self.num_losses} workers, one after the other; it may be what ends "
-            "them: see their logs"
+            f"request {request_id!r} was lost with {self.num_losses} workers, one after the other, and may be the "
+            "cause; see their logs"
         )
 
     @property
     def first_refusal(self) -> TruerollError | None:
-        """Why the first of the workers refused it that still do; None if none does."""
+        """The earliest refusal that still counts; None if there is none."""
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusals of workers that were looked at since, or may not be asked. Return whose are left."""
+        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the
+        rest.
+        """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}
         return {*self._refusals}

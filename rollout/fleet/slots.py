@@ -1,7 +1,7 @@
-"""The places of a fleet, the worker that has each now, and what clients and publishers are told of them.
+"""The slots of a fleet, their current workers, and the list of members for clients and publishers.
 
-Owns: who is a member, and the file that says it. Does not own what becomes of a worker (`Keeper`), nor how many places
-there are (`Scaler`).
+Owns: the list of members, and the file that contains it. Does not own what happens to a worker (`Keeper`), nor the
+number of slots (`Scaler`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from .running_worker import RunningWorker
 
 @dataclass(eq=False)
 class Slot:
-    """A place in the fleet, and the worker that has it now. `first_error`: what kept its first worker from running,
-    until another one runs. `waits_since`: the number of the latest call of `scale` after which nothing was found to
-    have the weights that its worker needs.
+    """A slot of the fleet, and its current worker.
+
+    `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
+    once a worker runs. `waits_since`: if the worker waits because nothing has its weights, the number of `scale` calls
+    at that time.
     """
 
     name: str
@@ -38,17 +40,17 @@ class Slot:
 
     @property
     def member(self) -> Member | None:
-        """What clients are told of its worker."""
+        """The entry of the worker for clients; None if the slot has no member."""
         return None if (worker := self.worker) is None else worker.member
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may ask its worker."""
+        """Whether clients may send requests to the worker."""
         return (worker := self.worker) is not None and worker.is_serving
 
     @property
     def report(self) -> WorkerReport:
-        """What is known of its worker."""
+        """The state of the worker, for metrics."""
         restarts, num_failures = max(0, self.num_starts - 1), self.joining.num_failures
         if (worker := self.worker) is None:
             return WorkerReport(None, None, None, restarts, num_failures)
@@ -57,7 +59,7 @@ class Slot:
 
 
 class Slots:
-    """`file`: is kept up to date with who is a member. `num_scales`: how often `scale` was called."""
+    """All slots. `file`: kept up to date with the members. `num_scales`: number of calls of `scale`."""
 
     def __init__(self, file: MembersFile | None) -> None:
         self.num_scales = 0
@@ -69,34 +71,38 @@ class Slots:
         return iter([*self._slots.values()])
 
     def members(self) -> Sequence[Member]:
-        """Who is there now, also those that join or leave."""
+        """Return the current members, including joining and leaving workers."""
         return self._members
 
     @property
     def staying(self) -> list[Slot]:
-        """Those that are not to leave."""
+        """The slots that are not leaving."""
         return [slot for slot in self if not slot.is_leaving]
 
     @property
     def serving(self) -> list[RunningWorker]:
-        """The workers that clients may ask."""
+        """The workers that clients may send requests to."""
         return [slot.worker for slot in self if slot.worker is not None and slot.worker.is_serving]
 
     @property
     def are_asleep(self) -> bool:
-        """Whether all that serve are: the memory of those that were lost is then left to the trainer as well."""
+        """Whether all serving workers are asleep. Lost ones are then not replaced, so that the trainer has the
+        memory.
+        """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
         return bool(states) and all(state == "asleep" for state in states)
 
     def newest(self, but: RunningWorker) -> RunningWorker | None:
-        """Of those that serve, the worker from which another one gets the weights: the newest ones, and of workers with
-        the same one that can write them now.
+        """Return the serving worker from which `but` should get its weights; None if there is no other. The newest
+        weights win, then workers that can write them now.
         """
         peers = [worker for worker in self.serving if worker is not but and worker.health]
         return max(peers, key=_readiness_to_give, default=None)
 
     def are_ahead_of(self, worker: RunningWorker) -> bool:
-        """Whether the others serve newer weights, and no push is under way that may just have reached them."""
+        """Return whether the others serve newer weights. False during a push, which may have reached the others
+        first.
+        """
         healths = [other.health for other in self.serving if other.health is not None]
         if worker.health is None or any(health.push or health.state == "updating" for health in healths):
             return False
@@ -104,24 +110,24 @@ class Slots:
         return (worker.health.weight_version or 0) < newest
 
     def add(self) -> Slot:
-        """A place for one more worker."""
+        """Add a slot with a new name."""
         slot = Slot(next(name for i in count() if (name := f"worker-{i}") not in self._slots))
         self._slots[slot.name] = slot
         return slot
 
     def remove(self, slot: Slot) -> None:
-        """A place that is empty."""
+        """Remove an empty slot."""
         del self._slots[slot.name]
         self.publish()
 
     def stand(self, slot: Slot, standing: Standing) -> None:
-        """Tell what becomes of the worker in a slot, and what troubles it."""
+        """Publish a new standing of the worker in a slot, together with its current trouble."""
         if slot.worker is not None and slot.worker.member is not None:
             slot.worker.member = replace(slot.worker.member, standing=standing, trouble=slot.joining.trouble)
             self.publish()
 
     def publish(self) -> None:
-        """Tell who is there."""
+        """Publish the list of members."""
         self._members = tuple(slot.member for slot in self if slot.member is not None)
         if self._file is not None:
             self._file.tell(self._members)
@@ -133,7 +139,7 @@ class Slots:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the file could not be written."""
+        """Whether the last write of the file failed."""
         return self._file is not None and self._file.is_stale
 
 

@@ -1,4 +1,4 @@
-"""What several workers tell, as if one told it: sums, and of states the one that is least ready."""
+"""Combine reports of several workers into one: sums of counts, and the state that is least ready."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ assert {*_LEAST_READY_LAST} == {*get_args(protocol.State)}
 
 
 class FleetHealth(protocol.Health):
-    """How a fleet is. `troubles`: of each worker that joins and could not get the weights, its name and why."""
+    """The health of a fleet. `troubles`: name and error of each joining worker that could not get the weights."""
 
     troubles: tuple[str, ...] = ()
 
 
 def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
-    """Of at least one worker. `limits`: the narrowest. `engine`: that of the first."""
+    """Combine the health of one or more workers. Counts are summed. The state is the least ready one, the weight
+    version the oldest, each limit the smallest, and `engine` that of the first worker.
+    """
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
     waits = [health.seconds_since_progress for health in healths if health.seconds_since_progress is not None]
@@ -43,14 +45,14 @@ def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()
 
 
 def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
-    """Of at least one worker; those that load count with their service alone."""
+    """Sum the counters of one or more workers. A worker that still loads its model has only service counters."""
     engines = [each.engine for each in stats if each.engine]
     engine = _merged(engines) if engines else {}
     return stats[0].model_copy(update=dict(engine=engine, service=_added(each.service for each in stats)))
 
 
 def all_statuses(statuses: Sequence[protocol.Status]) -> protocol.Status:
-    """Of at least one worker."""
+    """Combine the statuses of one or more workers: the least ready state and the oldest weight version."""
     worst = max(statuses, key=lambda status: _LEAST_READY_LAST.index(status.state))
     return worst.model_copy(update={"weight_version": min(status.weight_version for status in statuses)})
 
@@ -63,7 +65,9 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _merged(values: Sequence[Any]) -> Any:
-    """Numbers are added up, in maps and lists too; arrays of int64 in bytes by element; the rest is the first one's."""
+    """Merge values. Numbers are added, also within maps and lists. Bytes are int64 arrays and are added element by
+    element. Of all other values the first is taken.
+    """
     first = values[0]
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for value in values for key in value)
@@ -77,7 +81,7 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _merged_named(values: Sequence[Any]) -> Any:
-    """One pool of each worker, by its window, which is a name and no count."""
+    """Merge elements of lists, such as a pool of each worker. The `window` of a pool identifies it and is not added."""
     merged = _merged(values)
     if isinstance(merged, dict) and "window" in merged:
         merged["window"] = values[0]["window"]

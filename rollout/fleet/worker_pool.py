@@ -1,9 +1,9 @@
-"""The workers that a client of a fleet may ask: who is there, how each is, and which of them get groups.
+"""The workers of a fleet from a client's view: the members, their health, and which of them are eligible for groups.
 
-Owns: the task that looks at the workers, and the judgement which of them may be asked. Does not own requests, nor
-which worker gets which group (`Dispatch`). Promises: a group goes only to workers that answer, of one kind, whose
-weights are as new as the newest, up to the staleness that is allowed; a worker that is lost or no member any more is
-told to those that asked it, as soon as it is known. All of it happens on the event loop of the first call.
+Owns: the task that checks members and health, and the decision which workers are eligible. Does not own requests, nor
+the choice of a worker for a group (`Dispatch`). Promises: groups go only to workers that answer, are of one kind, and
+have weights at most `max_staleness` versions older than the newest. If a worker is lost or no longer a member, its
+pending requests learn that at once. Everything runs on the event loop of the first call.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from .links import Link, Links
 from .placement import Placed
 
 FOLLOW_SECONDS = 0.1
-"""Between two looks at who is a member."""
+"""Interval between reads of the member list."""
 LOOK_SECONDS = 1.0
-"""Between two looks at the health of each."""
+"""Interval between health checks of all workers."""
 ANSWER_SECONDS = 5.0
-"""A worker that does not answer for so long gets no more until it does."""
+"""A worker that does not answer a health check for this long gets no requests until it answers again."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """`make_client` makes the client of an address. `max_staleness`: by how many versions the weights of a worker that
-    gets a group may be older than the newest. `mixed_kinds`: take workers of any kind.
+    """The workers of a fleet.
 
-    `links`: all members. `dispatch`: those of them that may be asked.
+    `make_client`: creates a client for an address. `max_staleness`: by how many versions the weights of an eligible
+    worker may be older than the newest. `mixed_kinds`: accept workers of any kind. `links`: all members. `dispatch`:
+    the eligible workers.
     """
 
     def __init__(
@@ -58,24 +59,26 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Before each call: all members have been met. Raise ConfigError if they differ in kind."""
+        """Prepare a call; the first call waits until all members have been checked. Raise ConfigError if workers differ
+        in kind.
+        """
         self._check_home()
         if self._meeting is None:
             self._home = os.getpid(), asyncio.get_running_loop()
             self.follow()
             self._watch = asyncio.create_task(self._keep_looking())
             self._meeting = asyncio.create_task(self._meet())
-        await asyncio.shield(self._meeting)  # all calls wait for it, whichever of them is given up
+        await asyncio.shield(self._meeting)  # all first calls wait for it, so cancelling one must not cancel it
         self._check_home()
         self._kinds.check(self.links)
 
     async def _meet(self) -> None:
         await self._look_at_all()
-        self._kinds.forget()  # that of the first member counts, not of the first one that answered
+        self._kinds.forget()  # the kind of the first member counts, not of the first one that answered
         self._sort()
 
     async def close(self) -> None:
-        """Disconnect from all, for good."""
+        """Disconnect from all workers. Later calls raise TruerollError."""
         if self._is_closed:
             return
         self._check_home()
@@ -91,8 +94,9 @@ class WorkerPool:
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """Choose a worker as `Dispatch.place` does, and wait until there is one. Raise WorkerLostError at `deadline`
-        (monotonic seconds), the end of `patience` seconds.
+        """Choose a worker by `Dispatch.place`, and wait until there is one. Raise WorkerLostError at `deadline`, in
+        monotonic seconds. `avoid`: returns the keys of workers not to be chosen now. `patience`: the whole wait in
+        seconds, for the error text.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -102,11 +106,11 @@ class WorkerPool:
         except TimeoutError:
             told = ", ".join(f"{link.member.name} ({self._word(link)})" for link in self.links) or "no member"
             raise WorkerLostError(
-                f"fleet: expected a worker that may be asked within {patience} s, found {told}; see their logs"
+                f"fleet: no worker could take the request within {patience:g} s: {told}; see the workers' logs"
             ) from None
 
     async def look(self, link: Link) -> None:
-        """Ask a worker how it is."""
+        """Check the health of a worker, and update which workers are eligible."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 health = await link.client.health()
@@ -122,18 +126,18 @@ class WorkerPool:
         self._sort()
 
     async def note_error(self, link: Link, error: TruerollError) -> None:
-        """See what an error tells of the worker that a request met it at. One that is lost is not asked before it has
-        answered again; one that refuses requests because of its state, not before it reports that it is ready.
+        """Update the condition of a worker after an error of a request to it. A lost worker gets no requests until it
+        answers again. A worker that refuses requests because of its state gets none until it reports that it is ready.
         """
         if isinstance(error, WorkerLostError | WorkerFailedError):
             link.is_silent = True
         elif isinstance(error, UnavailableError):
-            await self.look(link)  # one that ends is not asked again
+            await self.look(link)  # finds out whether the worker is exiting
             link.is_refusing = True
         self._sort()
 
     def follow(self) -> list[Link]:
-        """Sync with the membership. Return newly joined workers, which the caller must look at."""
+        """Sync with the membership. Return newly joined workers, which the caller must health-check."""
         new, has_changed = self.links.follow()
         if has_changed:
             self._sort()
@@ -147,7 +151,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # the other workers have it as well, or soon
+                is_new = version != self.dispatch.version  # the other workers have the new version, too, or soon
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()
@@ -159,7 +163,7 @@ class WorkerPool:
         await asyncio.gather(*map(self.look, self.links))
 
     def _sort(self) -> None:
-        """Find out which workers may be asked."""
+        """Update the eligible workers."""
         self._kinds.follow(self.links)
         able = [link for link in self.links if link.is_able and not self._kinds.is_odd(link)]
         newest = max((link.version for link in able), default=0)
@@ -180,6 +184,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: expected a call in the event loop of its first one, found another loop; make a client in "
-                "each, or use FleetClient"
+                "client: was called in another event loop than that of its first call; make a client in each, or use "
+                "FleetClient"
             )

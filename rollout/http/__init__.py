@@ -1,5 +1,5 @@
-"""The HTTP front end: OpenAI's endpoints, those of trainers that know vLLM, and the worker's lifecycle.
+"""The HTTP front end: OpenAI's endpoints, the vLLM endpoints that trainers use, and the worker's lifecycle.
 
-Owns: connections over HTTP and their limits, who may come in by a key, and what endpoints take and answer. Does not
-own: generation, for which it asks a worker or a fleet as any client does.
+Owns: HTTP connections and their limits, authentication by API key, and the requests and responses of all endpoints.
+Does not own: generation. It is a client of a worker or a fleet, like any other client.
 """

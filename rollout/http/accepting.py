@@ -1,7 +1,8 @@
-"""The listening socket: connections are accepted in bounded portions, also when files run out.
+"""The listening socket: accept connections in bounded portions, even when file descriptors run out.
 
-Owns: the listener's place in the event loop, and a spare descriptor. Promises that no number of waiting connections
-keeps the event loop from other work, and that without free descriptors old connections give way to new ones.
+Owns: the registration of the listener with the event loop, and a spare file descriptor. Promises that pending
+connections never starve the event loop, however many there are, and that old connections are closed for new ones when
+no descriptor is free.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .connections import Connections
 
 ACCEPTS_PER_TURN = 16
 QUIET_SECONDS = 60.0
-"""Between two lines in the log about the same thing."""
+"""Minimum time between two log lines about missing descriptors."""
 RETRY_SECONDS = 0.1
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts connections from `listener` while the context is entered, and opens them in `connections`."""
+    """Context manager that accepts connections from `listener` and opens them in `connections`."""
 
     def __init__(self, listener: socket.socket, connections: Connections) -> None:
         self._listener, self._connections = listener, connections
@@ -59,23 +60,25 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                if number == 0:  # otherwise the one that waited may have been accepted
+                if number == 0:  # otherwise the pending connection may already have been accepted
                     self._make_room(error)
                 return
             self._connections.open(accepted, address[:2])
 
     def _make_room(self, error: OSError) -> None:
-        """Close an old connection or, if none gives way, the one that waits. The loop calls `_accept` again."""
+        """Close an old connection, or the pending one if no old one can be closed. The event loop then calls `_accept`
+        again.
+        """
         if self._connections.is_freeing:
             return
         if time.monotonic() - self._last_told >= QUIET_SECONDS:
             self._last_told = time.monotonic()
-            log.warning("cannot accept connections (%s): old ones give way; raise `ulimit -n`", error.strerror)
+            log.warning("cannot accept connections (%s): closing old connections; raise `ulimit -n`", error.strerror)
         if not self._connections.make_room():
             self._refuse_one()
 
     def _refuse_one(self) -> None:
-        """Close the connection that waits: use the spare descriptor to take it."""
+        """Free the spare descriptor, accept the pending connection with it, and close that connection."""
         self._drop_spare()
         try:
             accepted, _ = self._listener.accept()

@@ -1,9 +1,8 @@
-"""How many bytes an answer may take, estimated before its request is accepted, and how it is written without delaying
-others.
+"""Answers as JSON: estimate the size of an answer before its request is accepted, and write it without delaying others.
 
-An answer is JSON whose long lists are `Rows`, which are made while they are written. Promises that a step of writing
-makes about `STEP_ENTRIES` entries, that everything else has a turn after about `TURN_CHARS` characters of any answers,
-and that only a part of a long answer is in memory as JSON.
+The long lists of an answer are `Rows`, which produce their elements while they are written. Promises that one step of
+writing produces about `STEP_ENTRIES` entries, that the event loop runs other work after about every `TURN_CHARS`
+characters of long answers, and that only a part of a long answer is in memory as JSON at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +18,20 @@ from .errors import HttpError
 from .turns import Turns
 
 STEP_ENTRIES = 512
-"""Tokens, or tokens among the most probable ones, that are written in one step: about a millisecond."""
+"""Number of entries written in one step, about a millisecond. A token is one entry, and so is each of its most probable
+tokens.
+"""
 TURN_CHARS = 2**11
 PART_BYTES = 2**16
 _CHOICE_BYTES = 512
-"""A choice without its tokens."""
+"""Estimated size of a choice without its tokens, in bytes."""
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Estimated bytes of JSON for a token in an answer. Most tokens take less; the few with long texts may take more.
-    `new`: for a generated token. `prompt`: for a token of the prompt, in each choice.
+    """Estimated JSON size of a token in an answer, in bytes. Most tokens take less; a few with long texts take more.
+
+    `new`: bytes per generated token. `prompt`: bytes per prompt token, for each choice.
     """
 
     new: int
@@ -38,26 +40,27 @@ class TokenBytes:
     ID = 11
     """A token id with its separator."""
     TEXT = 32
-    """The text of a token: 32 ASCII letters, or five characters beyond ASCII."""
+    """The text of a token: 32 ASCII letters, or 5 escaped non-ASCII characters."""
     NUMBER = 24
+    """A log-prob with its separator."""
 
     def of_choice(self, prompt_len: int, num_new: int) -> int:
-        """The bytes of a choice."""
+        """Return the estimated size of a choice in bytes."""
         return _CHOICE_BYTES + num_new * self.new + prompt_len * self.prompt
 
 
 def check_answer(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, token_bytes: TokenBytes, most: int
 ) -> None:
-    """Raise HttpError if the answer to these prompts may take more than `most` bytes."""
+    """Raise HttpError if the estimated size of the answer to these prompts exceeds `most` bytes."""
     lens = [(len(prompt), params.max_tokens or max(1, max_model_len - len(prompt))) for prompt in prompts]
     planned = params.n * sum(token_bytes.of_choice(*each) for each in lens)
     if planned > most:
         raise HttpError(
             400,
-            f"max_tokens: the answer may take {planned} bytes, more than {most}: {params.n * len(prompts)} samples of "
-            f"up to {max(new for _, new in lens)} tokens, {token_bytes.new} bytes each with what is asked for; lower "
-            "max_tokens, n or the number of log-probs, ask for a stream, or raise --max-answer-bytes",
+            f"max_tokens: the answer may take {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
+            f"to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or the "
+            "number of log-probs, set stream to true, or raise --max-answer-bytes",
             field="max_tokens",
             value=planned,
             limit=most,
@@ -67,8 +70,10 @@ def check_answer(
 
 
 class Rows:
-    """A list whose elements are made while it is written, which can be done once. `width`: how many entries an element
-    counts as; None: each element is an object with Rows of its own.
+    """A list that produces its elements while it is written, and that can be written only once.
+
+    `width`: number of entries that an element counts as. None means that each element is an object that contains Rows
+    itself.
     """
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
@@ -76,19 +81,19 @@ class Rows:
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
-    """`count` elements as `Rows`, or as a list where there are few, which is written faster."""
+    """Return `count` elements as `Rows`, or as a list if there are few: a list is written faster."""
     return list(elements) if count * width <= STEP_ENTRIES else Rows(elements, width)
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON. Floats have the shortest digits that round-trip. Characters beyond ASCII are escaped,
-    because some clients take U+2028 and the like for the end of an event's line.
+    """Encode a value as JSON. Floats get the shortest digits that round-trip. Non-ASCII characters are escaped, because
+    some clients treat U+2028 and similar characters as line ends within an event.
     """
     return _dumps(content).encode()
 
 
 async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield what `encoded` returns, in parts of about `PART_BYTES`. Everything else has a turn in between."""
+    """Yield the bytes that `encoded` returns, in parts of about `PART_BYTES`. Other work runs in between."""
     held, size, since_turn = [], 0, 0
     for step in _steps(content):
         held.append(step)
@@ -104,7 +109,7 @@ async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, 
 
 
 def _steps(value: Any) -> Iterator[str]:
-    """The JSON of a value, cut where a step ends."""
+    """Yield the JSON of a value, one step at a time."""
     if isinstance(value, dict):
         yield "{"
         for i, (name, member) in enumerate(value.items()):
@@ -132,7 +137,7 @@ def _steps(value: Any) -> Iterator[str]:
 
 
 def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
-    """Yield the elements in lists that are one step long."""
+    """Yield the elements as lists, one list per step."""
     elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
     while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
         yield step
@@ -140,7 +145,7 @@ def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
 
 def _all_of(value: Any) -> list[Any]:
     if not isinstance(value, Rows):
-        raise TypeError(f"{type(value).__name__} is no JSON")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return list(value.elements)
 
 

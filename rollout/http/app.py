@@ -1,4 +1,4 @@
-"""The application: which path is answered by what."""
+"""The ASGI application: routes from paths to handlers, the endpoints about the model, and error responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenizeTextFields(Fields):
-    """`return_token_strs`: tell the text of each token, too."""
+    """Fields of `/tokenize` for a text. `return_token_strs`: also return the text of each token."""
 
     model: str | None = None
     prompt: str
@@ -64,8 +64,8 @@ class DetokenizeFields(Fields):
 
 
 class ExactRoute(Route):
-    """A route for its path alone. Starlette's also matches the path with a line end behind it, for which the guard
-    checks neither roles nor slots.
+    """A route that matches its exact path only. Starlette's route also matches the path followed by a newline, and the
+    guard would check neither roles nor slots for that path.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -73,7 +73,7 @@ class ExactRoute(Route):
 
 
 class Endpoints:
-    """The paths that concern the model."""
+    """Handlers for the paths about the model: generation, model cards, tokenizing and detokenizing."""
 
     def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients, max_body_elements: int) -> None:
         self._served, self._samples, self._clients = served, samples, clients
@@ -81,14 +81,18 @@ class Endpoints:
         self._turns = Turns()
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
-        """The handler of requests that `read` understands. `prompt_field`: which of their fields is the prompt."""
+        """Return the handler of an endpoint that generates.
+
+        `read`: parses the request body. `prompt_field`: name of the request field with the prompts. `has_text`: whether
+        answers contain text.
+        """
 
         async def handle(request: Request) -> Response:
             client = client_of(request.scope)
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
-            # Only this coroutine holds what was read, so that it is freed once it is parsed.
+            # No other reference to the parsed body exists, so its memory is freed as soon as `read` is done with it.
             reading = read(await self._bodies.read(request), served)
             try:
                 task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
@@ -147,7 +151,7 @@ class Endpoints:
 def make_app(
     served: ServedModel, lifecycle: Lifecycle, watch: Watch, config: HttpConfig, clients: Clients, counters: Counters
 ) -> ASGIApp:
-    """The application."""
+    """Return the application: all routes, behind the guard."""
     samples = SampleLog()
     endpoints = Endpoints(served, samples, clients, config.max_body_elements)
     pages = Pages(served, samples, watch)
@@ -184,7 +188,7 @@ def make_app(
         Exception: _tell_fault,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    app.router.redirect_slashes = False  # to whatever name a request gives in `Host`
+    app.router.redirect_slashes = False  # a redirect would go to whatever name the request gives in `Host`
     bodies = Bodies(config)
     counters.include(bodies.collect)
     return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})
@@ -200,10 +204,10 @@ async def _tell(counters: Counters, request: Request, error: Exception) -> Respo
 
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
-    """Of a path or a method that is not there."""
-    text = f"{request.method} {request.url.path[:200]}: expected a path and a method of this server; docs/http.md"
+    """Return the error response for an unknown path, or for a method that the path does not support."""
+    text = f"{request.method} {request.url.path[:200]}: this server has no such path or method; docs/http.md lists them"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    return error_answer(HttpError(error.status_code, f"{text} has them", code=code, headers=error.headers))
+    return error_answer(HttpError(error.status_code, text, code=code, headers=error.headers))
 
 
 async def _tell_fault(request: Request, error: Exception) -> Response:
@@ -211,4 +215,4 @@ async def _tell_fault(request: Request, error: Exception) -> Response:
 
 
 async def _note_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)  # nobody is there to read it
+    return Response(status_code=CLIENT_LEFT)  # never read: the client has disconnected

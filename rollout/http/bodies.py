@@ -1,7 +1,7 @@
-"""The bodies of requests until they are parsed.
+"""Request bodies, from the first byte until they are parsed.
 
-Owns: all bytes of bodies that are unfinished, or wait to be parsed. Promises that a body is bounded in bytes and time,
-that all of them together stay within a budget, and that a small body gets through while large slow ones hold that
+Owns: all bytes of bodies that are incomplete or not parsed yet. Promises that each body is bounded in bytes and time,
+that all bodies together stay within a budget, and that a small body gets through even while large slow ones use up the
 budget.
 """
 
@@ -21,14 +21,14 @@ from .config import HttpConfig
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 
 MAX_OTHER_BYTES = 2**16
-"""Longest body for a path that takes only a few fields."""
+"""Maximum length of a body in bytes, for paths that take only a few fields."""
 UNFINISHED_BODIES = 8
-"""The default of `max_unfinished_bytes`, in bodies of the greatest length."""
+"""The default of `max_unfinished_bytes`, as a multiple of `max_body_bytes`."""
 _BODY = "trueroll.body"
 
 
 class Bodies:
-    """Reads bodies. `config`: `max_body_bytes`, `max_unfinished_bytes` and `body_seconds`."""
+    """Reads bodies within the limits `max_body_bytes`, `max_unfinished_bytes` and `body_seconds` of `config`."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
@@ -38,11 +38,11 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request, which `taken_body` then gives. `may_be_long`: whether the limit is
-        `max_body_bytes`, not `MAX_OTHER_BYTES`.
+        """Read the whole body of a request; `taken_body` then returns it. `may_be_long`: whether the limit is
+        `max_body_bytes` rather than `MAX_OTHER_BYTES`.
 
-        Raise HttpError: 413 for a body that is too long, 408 for one that takes too long, 503 if others need its room
-        in the budget. Raise Gone if the client leaves.
+        Raise HttpError 413 if the body is too long, 408 if it takes too long to arrive, and 503 if it is evicted
+        because the budget is used up. Raise Gone if the client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
@@ -53,7 +53,7 @@ class Bodies:
             async with asyncio.timeout(self._config.body_seconds) as body.limit:
                 while (message := await receive())["type"] == "http.request":
                     if body.gives_way:
-                        raise TimeoutError  # as its limit will, which has not fired yet
+                        raise TimeoutError  # the timeout was rescheduled to now, but has not fired yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
                         scope[_BODY] = body
@@ -69,9 +69,13 @@ class Bodies:
                 body.let_go()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, as they are now."""
-        yield GaugeMetricFamily("trueroll_http_unfinished_body_bytes", "Not parsed yet.", value=self._num_bytes)
-        refused = CounterMetricFamily("trueroll_http_refused_bodies", "Not read to the end.", labels=["reason"])
+        """Yield the current metrics."""
+        yield GaugeMetricFamily(
+            "trueroll_http_unfinished_body_bytes", "Bytes of request bodies not parsed yet.", value=self._num_bytes
+        )
+        refused = CounterMetricFamily(
+            "trueroll_http_refused_bodies", "Request bodies not read to the end.", labels=["reason"]
+        )
         for reason, count in self._refused.items():
             refused.add_metric([reason], count)
         yield refused
@@ -98,16 +102,18 @@ class Bodies:
 
     def _no_room(self) -> HttpError:
         text = (
-            f"body: all bodies that are not parsed yet exceed {self._most} bytes, and of the unfinished ones this one "
-            "holds the most for the longest time; try again later, or send it faster"
+            f"body: the server holds too many unparsed bodies (limit {self._most} bytes), and this incomplete one was "
+            "the largest and slowest; try again later, or send it faster"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return HttpError(503, text, limit=self._most, code="bodies_full", headers=headers)
 
 
 class _Body:
-    """A body that is not parsed yet. `content`: what has arrived. `num_bytes`: what it takes of the budget. `limit`:
-    the timeout of its read. `let_go` is called with what it took.
+    """A body that is not parsed yet.
+
+    `content`: the bytes received so far. `num_bytes`: its share of the budget. `limit`: the timeout of its read.
+    `gives_way`: whether it was evicted. The callback `let_go` gets the number of bytes that return to the budget.
     """
 
     limit: asyncio.Timeout
@@ -119,16 +125,16 @@ class _Body:
         self.gives_way = False
 
     def let_go(self) -> None:
-        """Give back what it takes of the budget."""
+        """Return its share of the budget."""
         self._let_go(self.num_bytes)
         self.num_bytes = 0
 
     def cost(self, now: float) -> float:
-        """Byte-seconds: how much of the budget it has held for how long."""
+        """Return its use of the budget in byte-seconds."""
         return len(self.content) * (now - self._began + 0.001)
 
     def give_way(self) -> None:
-        """Drop what has arrived, and end the wait for the rest."""
+        """Evict this body: drop the bytes received so far, and stop waiting for the rest."""
         self.gives_way = True
         self.content.clear()
         self.let_go()
@@ -138,8 +144,8 @@ class _Body:
 
 @contextmanager
 def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
-    """The body that `Bodies.read` read for this request, which is within the budget until the end of the context. It is
-    handed over once, so that nothing keeps it longer.
+    """Context manager that gives the body that `Bodies.read` read for this request. The body counts towards the budget
+    until the context exits. It can be taken only once, so that nothing keeps it alive longer.
     """
     body: _Body = scope.pop(_BODY)
     try:
@@ -149,19 +155,19 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
 
 
 def drop_body(scope: MutableMapping[str, Any]) -> None:
-    """Let a body go that nothing has taken."""
+    """Return the body of a request to the budget if no handler has taken it."""
     if _BODY in scope:
         with taken_body(scope):
             pass
 
 
 def _declared(scope: Scope) -> int:
-    """The length that the head of a request names; 0 if it names none."""
+    """Return the `Content-Length` of a request; 0 if there is none."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
 
 
 def _too_long(most: int) -> HttpError:
-    return HttpError(413, f"body: longer than {most} bytes; send less", limit=most, code="body_too_large")
+    return HttpError(413, f"body: longer than {most} bytes; send a shorter one", limit=most, code="body_too_large")
 
 
 def _too_slow(seconds: float) -> HttpError:

@@ -1,4 +1,4 @@
-"""What the head of a request and the framing of its body may take."""
+"""Limits on the head of a request and on the framing of its body."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .config import HttpConfig
 from .errors import HttpError
 
 READ_BYTES = 2**15
-"""Most bytes that are read from a connection at a time, and that it holds of requests which wait for their turn."""
+"""Maximum number of bytes read from a connection at a time, and buffered for requests that wait behind another one."""
 CHUNK_OVERHEAD_BYTES = 16
-"""What the line with the size of a chunk may take, on average."""
+"""Allowed length of a chunk's size line in bytes, on average."""
 _HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class Head:
-    """Bounds the bytes and the lines of a head while it arrives."""
+    """Limits the bytes and the lines of a head while it arrives."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
@@ -26,7 +26,7 @@ class Head:
         self._tail = b""
 
     def add(self, data: bytes) -> None:
-        """Count what has arrived. Raise HttpError if the head has too many bytes or lines."""
+        """Count received bytes. Raise HttpError if the head has too many bytes or lines."""
         joined = self._tail + data
         found = _HEAD_END.search(joined)
         end = len(joined) if found is None else found.end()
@@ -42,9 +42,7 @@ class Head:
 
 
 class Framing:
-    """Bounds what a body brings beside its content: its chunks in number, and their sizes, extensions and trailers in
-    bytes.
-    """
+    """Limits the overhead of a body: the number of chunks, and the bytes of chunk sizes, extensions and trailers."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
@@ -53,7 +51,7 @@ class Framing:
         self._num_chunks = 0
 
     def add(self, data: h11.Data) -> None:
-        """Count what has arrived. Raise HttpError for too many chunks, or too many bytes beside the content."""
+        """Count a received part of the body. Raise HttpError if there are too many chunks or too much overhead."""
         self._num_content += len(data.data)
         self._num_chunks += data.chunk_start
         if self._num_chunks > self._config.max_body_chunks:
@@ -61,13 +59,13 @@ class Framing:
             raise HttpError(413, text, limit=self._config.max_body_chunks, code="body_too_large")
         more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
         if self.num_received - self._num_content > more:
-            raise HttpError(413, "body: chunk extensions are too long; send chunks without any", code="body_too_large")
+            raise HttpError(413, "body: chunk extensions are too long; send none", code="body_too_large")
 
 
 def check_framing(request: h11.Request) -> None:
-    """Raise HttpError for a request whose length servers and proxies may take differently (RFC 9112, 6.1)."""
+    """Raise HttpError if servers and proxies may disagree about the length of the request (RFC 9112, 6.1)."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise HttpError(400, "head: Content-Length and Transfer-Encoding exclude each other; send one of them")
+        raise HttpError(400, "head: both Content-Length and Transfer-Encoding are given; send only one of them")
     if b"transfer-encoding" in names and request.http_version < b"1.1":
-        raise HttpError(400, "head: HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+        raise HttpError(400, "head: HTTP/1.0 does not support Transfer-Encoding; send Content-Length")

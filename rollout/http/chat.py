@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in the model's own chat template, and answers to it."""
+"""`/v1/chat/completions`: render a conversation with the model's chat template, and write the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Message(Fields):
-    """One of a conversation. Further fields, such as `tool_calls`, go to the chat template as they are."""
+    """A message of a conversation. Further fields, such as `tool_calls`, are passed to the chat template unchanged."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
@@ -31,7 +31,9 @@ class Message(Fields):
 
 
 class ConversationFields(Fields):
-    """What becomes a prompt. `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`."""
+    """The fields that make up the prompt. `chat_template_kwargs`: arguments of the chat template, such as
+    `enable_thinking`.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Objects = []
@@ -41,7 +43,9 @@ class ConversationFields(Fields):
 
 
 class ChatFields(TextFields, ConversationFields):
-    """`logprobs`: tell the log-prob of each token; `top_logprobs`: and those of so many most probable ones."""
+    """Fields of a chat completion. `logprobs`: return the log-prob of each token. `top_logprobs`: number of most
+    probable tokens that are returned for each token as well.
+    """
 
     logprobs: bool = False
     top_logprobs: NumTop | None = None
@@ -49,7 +53,7 @@ class ChatFields(TextFields, ConversationFields):
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `finds_tools`: whether calls of tools are looked for in the text."""
+    """Writes chat completions. `finds_tools`: whether to look for tool calls in the text."""
 
     id: str
     created: int
@@ -104,7 +108,7 @@ class ChatForm:
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The content of a piece, and the calls of tools that it completes."""
+        """Return the content of a piece, and the tool calls that it completes."""
         if not self.finds_tools:
             return piece.text, []
         text = self._texts.setdefault(piece.index, ToolText())
@@ -114,7 +118,7 @@ class ChatForm:
 
 
 async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, ChatForm]:
-    """What a request for chat completions asks for. Raise InvalidRequestError, HttpError."""
+    """Parse a request for chat completions. Raise InvalidRequestError or HttpError if it cannot be served."""
     fields = given(body)
     if (most := fields.pop("max_completion_tokens", None)) is not None:
         fields["max_tokens"] = most
@@ -122,7 +126,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     own = checked(ChatFields, fields)
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:
-        text = "top_logprobs: expected logprobs to be true with it, found false; set it"
+        text = "top_logprobs needs logprobs; set logprobs to true"
         raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
     prompt = await token_ids_of(own, served, served.max_model_len)
     served.check_lengths([prompt], params.max_tokens, "messages")
@@ -155,13 +159,15 @@ def _token_bytes(own: ChatFields) -> TokenBytes:
 
 
 async def token_ids_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> list[int]:
-    """The prompt that a conversation becomes, of at most `most` tokens. Raise InvalidRequestError, HttpError."""
+    """Return the prompt of a conversation as token ids. Raise HttpError if it has more than `most` tokens, and
+    HttpError or InvalidRequestError if its fields cannot be served.
+    """
     if own.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():
-        text = f"chat_template_kwargs: expected other names than {sorted(found)}; leave these out"
+        text = f"chat_template_kwargs: {sorted(found)} cannot be set here; leave them out"
         raise InvalidRequestError(text, field="chat_template_kwargs")
     arguments = own.chat_template_kwargs | dict(
         tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt
@@ -174,7 +180,7 @@ def _tools(own: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: content is text, and arguments of calls are objects."""
+    """Return a message as chat templates expect it: content is text, and arguments of tool calls are objects."""
     told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):
         told["content"] = "\n".join(_text_of(position, part) for part in content)
@@ -185,7 +191,9 @@ def _for_template(position: int, message: Message) -> dict[str, Any]:
 
 def _text_of(position: int, part: dict[str, Any]) -> str:
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        text = f"messages[{position}].content: expected text alone, found {brief(part.get('type'))}; leave it out"
+        text = (
+            f"messages[{position}].content: parts of type {brief(part.get('type'))} are not supported; send text only"
+        )
         raise InvalidRequestError(text, field=f"messages[{position}].content", value=part.get("type"))
     return part["text"]
 
@@ -198,7 +206,6 @@ def _with_object(position: int, call: Any) -> Any:
         return call | {"function": call["function"] | {"arguments": arguments}}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
-            f"messages[{position}].tool_calls: expected a function with arguments in JSON in each, found "
-            f"{brief(call)}; correct it",
+            f"messages[{position}].tool_calls: {brief(call)} is not a function call with JSON arguments; correct it",
             field=f"messages[{position}].tool_calls",
         ) from None

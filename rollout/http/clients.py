@@ -1,8 +1,9 @@
-"""Who asks over HTTP, and as whom: API keys, and the users and roles behind them.
+"""Authentication over HTTP: API keys, and the user and the role of each key.
 
-Without a key, and with one for all, everybody may do everything, as one user. With a clients file each key stands for
-a user and a role. Owns: digests of the keys, never the keys themselves, and what keeps the cached prefixes of users
-apart. Promises that a comparison takes the same time whatever is sent, and whichever key it is.
+Without a key, or with one key for all clients, every client may do everything, and all clients are one user. With a
+clients file, each key stands for a user and a role. Owns: digests of the keys, never the keys themselves, and the salts
+that keep the cached prefixes of different users apart. Promises that a key comparison takes the same time whatever the
+client sends and whichever key matches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .errors import HttpError
 
 MOST_KEY_BYTES = 4096
 MOST_CLIENTS = 1024
-"""Each request is compared with all of their keys."""
+"""Limited because each request is compared with every key."""
 MOST_FILE_BYTES = 2**18
 FEWEST_KEY_CHARS = 16
 _CLIENT = "trueroll.client"
@@ -33,11 +34,13 @@ GENERATE_PATHS = {
     *("/v1/models", "/health", "/metrics", "/is_paused", "/is_sleeping"),
     *("/ui/live", "/ui/group", "/ui/tokens", "/ui/score"),
 }
-"""What the role `generate` opens: samples and scores of one's own, and what `health` and `stats` tell."""
+"""Paths open to the role `generate`: sampling, scoring, the user's own samples, and the worker's health and stats."""
 
 
 class Clients:
-    """`by_key`: the client that each key stands for; empty: everybody may do everything without a key."""
+    """The known clients. `by_key`: the client that each key stands for. If it is empty, no key is needed, and every
+    client may do everything.
+    """
 
     def __init__(self, by_key: Mapping[bytes, Client]) -> None:
         self._by_digest = [(_digest(key), client) for key, client in by_key.items()]
@@ -45,23 +48,25 @@ class Clients:
 
     @property
     def need_key(self) -> bool:
-        """Whether a request without a key is refused."""
+        """Whether requests without a key are refused."""
         return bool(self._by_digest)
 
     def find(self, authorization: str) -> Client | None:
-        """Return the client that sent this `Authorization` header; None if it has no known key."""
+        """Return the client that this `Authorization` header belongs to; None if the header has no known key."""
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")
-        # Digests have one length, so that the time of a comparison tells nothing of a key, not even its length.
+        # All digests have the same length, so the time of a comparison reveals nothing about a key or its length.
         digest, found = _digest(key.strip().encode(errors="replace")), None
         for known, client in self._by_digest:
             found = client if hmac.compare_digest(digest, known) else found
         return found if scheme.lower() == "bearer" else None
 
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
-        """Return the parameters that a client's request is computed with. By a salt that nobody else can name, a user's
-        requests share cached prefixes with each other alone. Users that name the same `cache_salt` share prefixes.
+        """Return the sampling parameters with the salt that a client's request is computed with.
+
+        By default a user's requests get a salt that no other client can name, so they share cached prefixes only with
+        each other. Requests with the same `cache_salt` share prefixes, even across users.
         """
         if client.user is None:
             return params
@@ -70,7 +75,9 @@ class Clients:
 
 
 def clients_of(config: HttpConfig) -> Clients:
-    """Who may ask a front end with these settings. Raise ConfigError if keys are missing, or others can read them."""
+    """Return the clients of a front end with these settings. Raise ConfigError if a required key is missing, if other
+    users can read the keys, or if the clients file is invalid.
+    """
     key = api_key(config)
     if config.clients_file is None:
         return Clients({} if key is None else {key: OWNER})
@@ -78,16 +85,18 @@ def clients_of(config: HttpConfig) -> Clients:
     try:
         text = data.decode("utf-8-sig")
     except ValueError:
-        raise ConfigError(f"clients_file: {config.clients_file} is not text in UTF-8; correct it") from None
+        raise ConfigError(f"clients_file: {config.clients_file} is not UTF-8 text; correct it") from None
     named = parse_clients("clients_file", config.clients_file, text, _check_key)
     if len(named) > MOST_CLIENTS:
-        raise ConfigError(f"clients_file: it has {len(named)} keys; at most {MOST_CLIENTS} can be served; remove some")
+        raise ConfigError(f"clients_file: {len(named)} keys are too many (limit {MOST_CLIENTS}); remove some")
     return Clients({key.encode(): client for key, client in named.items()})
 
 
 def api_key(config: HttpConfig) -> bytes | None:
-    """The one key that all clients must send; None if none is needed, or each client has its own. Raise ConfigError if
-    there must be one, if it is in a file that others can read, or if clients have their own as well.
+    """Return the key that all clients must send; None if no key is needed or each client has its own.
+
+    Raise ConfigError if a key is required but missing or malformed, if other users can read its file, or if a clients
+    file is given as well.
     """
     found = os.environ.get(API_KEY_VARIABLE, "").encode(errors="surrogateescape")
     where = API_KEY_VARIABLE
@@ -95,45 +104,43 @@ def api_key(config: HttpConfig) -> bytes | None:
         where, found = "api_key_file", read_private_file("api_key_file", config.api_key_file, MOST_KEY_BYTES)
     key = found.strip()
     if not _is_api_key(key) or (config.api_key_file is not None and not key):
-        raise ConfigError(f"{where}: expected a key of printable ASCII characters without spaces, found another value")
+        raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct it")
     if key and config.clients_file is not None:
-        raise ConfigError(
-            f"clients_file: it has the keys of all clients, and {where} has one more; give one of the two"
-        )
+        raise ConfigError(f"clients_file: cannot be combined with {where}, which has another key; give one of the two")
     if not key and config.clients_file is None and not is_loopback(config.host):
         raise ConfigError(
-            f"host: expected a loopback IP such as 127.0.0.1 where no API key is set, found {config.host!r}; give "
-            f"--api-key-file or --clients-file, or set {API_KEY_VARIABLE}"
+            f"host: {config.host!r} is not a loopback IP and needs an API key; give --api-key-file or --clients-file, "
+            f"set {API_KEY_VARIABLE}, or listen on 127.0.0.1"
         )
     return key or None
 
 
 def _is_api_key(key: bytes) -> bool:
-    """Whether a client can send these bytes as a key."""
+    """Return whether a client can send these bytes as a key in a header."""
     return all(0x21 <= byte <= 0x7E for byte in key)
 
 
 def note_client(scope: MutableMapping[str, Any], client: Client) -> None:
-    """Let the handlers of a request know who it is from."""
+    """Record in the scope of a request which client sent it, for `client_of`."""
     scope[_CLIENT] = client
 
 
 def client_of(scope: Mapping[str, Any]) -> Client:
-    """Who a request that was let in is from."""
+    """Return the client that sent an admitted request."""
     return scope[_CLIENT]
 
 
 def check_role(client: Client, path: str) -> None:
-    """Raise HttpError if the client's role does not open a path that is served."""
+    """Raise HttpError if the client's role does not permit this path, which must be a served one."""
     if client.role != "control" and path not in GENERATE_PATHS:
-        raise HttpError(403, f"{path}: it needs the role control; ask with a key that has it", code="forbidden")
+        raise HttpError(403, f"{path} needs the role control; send a key that has it", code="forbidden")
 
 
 def _check_key(where: str, key: str) -> None:
     if len(key) < FEWEST_KEY_CHARS or not _is_api_key(key.encode()):
         raise ConfigError(
-            f"{where}: a key must have at least {FEWEST_KEY_CHARS} printable ASCII characters, such as `openssl rand "
-            f"-hex 32` gives; this one has {len(key)} characters"
+            f"{where}: a key must have at least {FEWEST_KEY_CHARS} printable ASCII characters (this one has {len(key)} "
+            "characters); make one with `openssl rand -hex 32`"
         )
 
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts as text or token ids, completions of each."""
+"""`/v1/completions`: parse prompts given as text or token ids, and write their completions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 
 DEFAULT_MAX_TOKENS = 16
-"""As everywhere else, for want of a better one."""
+"""The default of OpenAI's API and of vLLM."""
 _FAIL_FAST = Field(fail_fast=True)
 
 
 class CompletionFields(TextFields):
-    """`logprobs`: how many of the most probable tokens to tell beside each token's log-prob. `echo`: tell the prompt,
-    too.
+    """Fields of a completion. `logprobs`: return the log-prob of each token, and this many of the most probable tokens.
+    `echo`: return the prompt as well.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
@@ -42,7 +42,7 @@ class CompletionFields(TextFields):
 
 @dataclass
 class CompletionForm:
-    """Writes completions. `prefixes`: of each prompt, what `echo` puts before its completions."""
+    """Writes completions. `prefixes`: for each prompt, the text and log-probs that `echo` adds in front."""
 
     id: str
     created: int
@@ -92,13 +92,13 @@ class CompletionForm:
         if "token_ids" in prefix:
             token_ids, logprobs = prefix["token_ids"] + token_ids, prefix["logprobs"] + logprobs
             tops = None if tops is None else chain(_prompt_tops(prefix["score"]), tops)
-        if piece.ended is None:  # of a stream
+        if piece.ended is None:  # a piece of a stream
             self._offsets[key] = offset + sum(len(self.name(token_id)) for token_id in token_ids)
         return completion_logprobs(token_ids, logprobs, tops, self.name, offset, piece.num_entries_by_token)
 
 
 async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Task, CompletionForm]:
-    """What a request for completions asks for. Raise InvalidRequestError, HttpError."""
+    """Parse a request for completions. Raise InvalidRequestError or HttpError if it cannot be served."""
     fields = given(body)
     params, seed = take_sampling(fields, DEFAULT_MAX_TOKENS)
     own = checked(CompletionFields, fields)
@@ -109,7 +109,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     prompts = [await _token_ids(each, own, served) for each in given_prompts]
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
-        raise unsupported("echo", "false in a stream", own.echo)
+        raise unsupported("echo", "false for a stream", own.echo)
     if not own.stream:
         served.check_answer(prompts, params, _token_bytes(own))
     params = served.salted(recording(params, own.logprobs))
@@ -155,7 +155,9 @@ def _token_bytes(own: CompletionFields) -> TokenBytes:
 async def _prefixes(
     own: CompletionFields, prompts: list[list[int]], params: Any, served: ServedModel
 ) -> list[dict[str, Any]]:
-    """What `echo` tells of each prompt: its text, and its log-probs, of which the first token has none."""
+    """Return what `echo` puts before the completions of each prompt: its text, and its log-probs if `logprobs` is
+    given. The first token of a prompt has no log-prob.
+    """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}
         for each in _prompts(own.prompt)
@@ -175,6 +177,6 @@ def _prompt_columns(prompt: list[int], score: ScoreOutput | None) -> dict[str, A
 
 
 def _prompt_tops(score: ScoreOutput | None) -> Iterator[list[tuple[int, float]] | None]:
-    """For each token of a prompt the most probable ones; None for the first."""
+    """Yield the most probable tokens at each position of a prompt; None for the first token."""
     rows = None if score is None else top_rows(score.top_token_ids, score.top_logprobs)
     return chain([None], rows or [])

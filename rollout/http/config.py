@@ -1,4 +1,4 @@
-"""Settings of the front end. Imports neither starlette nor h11, so that they are checked before either is loaded."""
+"""Settings of the front end. This module imports neither starlette nor h11: settings are checked before they load."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ API_KEY_VARIABLE = "TRUEROLL_HTTP_API_KEY"
 class HttpConfig(BaseModel):
     """Settings of the front end. Unknown keys and values out of range raise ConfigError.
 
-    `address`: the worker's, or the file of a fleet. `host`, an IP, and `port`, 0 for any free one: where it listens.
-    `tokenizer`: the model whose tokenizer and chat template are used; None: the one that is served, where that is a
-    folder of this machine. `model_name`: what clients call the model; None: as the worker calls it. `api_key_file`: a
-    file with the key that clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set.
-    `clients_file`: a file with a role, a user and a key for each client, in place of the one key.
+    `address`: address of the worker, or the file of a fleet. `host`, `port`: IP and port to listen on; port 0 takes any
+    free one. `tokenizer`: the model with the tokenizer and the chat template; None takes the served model, if it is
+    `smollm2` or a folder on this machine. `model_name`: the name that clients use for the model; None takes the
+    worker's name. `api_key_file`: a file with the key that clients must send; None takes the environment variable
+    `API_KEY_VARIABLE`, if it is set. `clients_file`: a file with a role, a user and a key for each client, instead of
+    one key for all.
 
-    `max_body_bytes`: of a request, which may take `body_seconds`; all bodies that are unfinished or not parsed yet hold
-    at most `max_unfinished_bytes`, None: 8 times `max_body_bytes`. `max_body_elements`: what the elements of a body may
-    cost, see `elements.WEIGHTS`. `max_text_chars`: of all texts of a request. `max_answer_bytes`: of an answer that is
-    not a stream, as estimated. `max_open_requests`: how many requests for tokens or text may be open at a time.
-    `drain_seconds`: how long open requests may go on after SIGTERM or Ctrl-C.
+    `max_body_bytes`, `body_seconds`: maximum length of a body in bytes, and maximum time for it to arrive.
+    `max_unfinished_bytes`: maximum number of bytes in all bodies that are incomplete or not parsed yet; None means 8
+    times `max_body_bytes`. `max_body_chunks`: maximum number of chunks of a body. `max_body_elements`: maximum cost of
+    the elements of a body, see `elements.WEIGHTS`. `max_text_chars`: maximum number of characters in all texts of a
+    request. `max_answer_bytes`: maximum estimated length of an answer that is not a stream. `max_open_requests`:
+    maximum number of open requests for tokens or text. `drain_seconds`: how long open requests may continue after
+    SIGTERM or Ctrl-C.
 
-    `max_connections`: at a time; None: half of the descriptors that the process may open, at most 2048. A head has at
-    most `max_head_bytes` in `max_head_lines` lines and arrives within `head_seconds`, and a body in at most
-    `max_body_chunks` chunks. An answered connection is kept for `keep_alive_seconds`; one whose client takes nothing of
-    an answer for `write_seconds` is cut; a refused one drops what still comes for `linger_seconds`.
+    `max_connections`: maximum number of open connections; None means half of the descriptors that the process may open,
+    less 64, and at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a head in bytes and
+    lines, and maximum time for it to arrive. `keep_alive_seconds`: how long an answered connection stays open without a
+    request. `write_seconds`: a connection is cut if its client reads less than 64 KiB of a waiting answer within this
+    time. `linger_seconds`: how long a refused connection discards incoming data before it closes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -68,7 +72,7 @@ class HttpConfig(BaseModel):
     def _one_body_has_room(self) -> HttpConfig:
         if self.max_unfinished_bytes is not None and self.max_unfinished_bytes < self.max_body_bytes:
             raise ValueError(
-                f"max_unfinished_bytes: {self.max_unfinished_bytes} is less than max_body_bytes, "
-                f"{self.max_body_bytes}, so that the longest body could never arrive; give at least as many"
+                f"max_unfinished_bytes: {self.max_unfinished_bytes} is less than max_body_bytes "
+                f"({self.max_body_bytes}), so the longest body could never arrive; give at least max_body_bytes"
             )
         return self

@@ -1,9 +1,11 @@
-"""Connections, from accept to close: HTTP/1.1 by h11 on asyncio's sockets, and the application for each request.
+"""Connections, from accept to close: HTTP/1.1 with h11 on asyncio's sockets, and a run of the application per request.
 
-Owns: every open connection, its timers, and what it may hold. Promises that each stage of a connection ends: it is
-closed if its head does not come, its client does not read, or no request follows an answer; that a new connection is
-taken while an old one without a request can be closed for it; and that `/health` is answered when all others are busy.
-A refused request is answered before its connection closes, and the rest of its body is dropped unparsed.
+Owns: every open connection, its timers, and its limits. Promises that:
+- no stage of a connection lasts forever: it is closed if the head does not arrive, if the client does not read, or if
+  no request follows an answer;
+- a new connection is accepted as long as an old one without a complete request can be closed for it;
+- `/health` is answered even when all connections are busy;
+- a refused request is answered before its connection closes, and the rest of its body is dropped unparsed.
 """
 
 from __future__ import annotations
@@ -34,27 +36,28 @@ from .errors import RETRY_AFTER_SECONDS, HttpError
 from .exchange import Address, Exchange, refusal
 
 Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
-"""`new`: no request yet; `idle`: answered; `body`: the request's body is unfinished; `busy`: answering; `closing`: what
-the client still sends is dropped, so that it can read the answer.
+"""`new`: no request yet. `idle`: the last request is answered. `body`: the request's body is incomplete. `busy`: the
+answer is under way. `closing`: incoming data is dropped, so that the client can still read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
-"""Which connections are closed to make room, in this order, the oldest of each first."""
+"""The stages in which connections may be closed to make room: in this order, and within a stage the oldest first."""
 
 HEALTH_PATH = b"/health"
 HEALTH_RESERVE = 64
-"""Connections beyond `max_connections` that are answered on `/health` alone."""
+"""Number of connections beyond `max_connections`, on which only `/health` is answered."""
 MOST_BY_DEFAULT = 2048
 FEWEST_WRITTEN_BYTES = 2**16
-"""A client that takes less within `write_seconds`, while more is there, is cut."""
+"""A connection is cut if its client reads fewer bytes than this of a waiting answer within `write_seconds`."""
 EVENTS_PER_TURN = 16
 TURN_SECONDS = 0.005
-"""For work that waits for its turn, before the event loop goes on to everything else."""
+"""How long queued work runs before the event loop gets to run other work."""
 
 log = logging.getLogger(__name__)
 
 
 def most_connections(config: HttpConfig) -> int:
-    """How many connections may be open: the rest of the descriptors is for the worker, files and children.
+    """Return the maximum number of open connections. The other half of the process's descriptors is left for the
+    worker, files and child processes.
 
     Raise ConfigError if the process may not open enough descriptors for `max_connections`.
     """
@@ -64,14 +67,14 @@ def most_connections(config: HttpConfig) -> int:
         return min(room, MOST_BY_DEFAULT)
     if soft != resource.RLIM_INFINITY and config.max_connections > room:
         raise ConfigError(
-            f"max_connections: {config.max_connections} is too many for a process that may open {soft} descriptors; "
+            f"max_connections: {config.max_connections} is too many, as this process may open only {soft} descriptors; "
             f"give at most {room}, or raise the limit with `ulimit -n`"
         )
     return config.max_connections
 
 
 class Connections:
-    """All open connections, which ask `app`. Needs a running event loop."""
+    """All open connections. Their requests are answered by `app`. Needs a running event loop."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.config = app, config
@@ -96,12 +99,13 @@ class Connections:
 
     @property
     def is_freeing(self) -> bool:
-        """Whether connections were closed whose descriptors will be free in a moment."""
+        """Whether some connections are closed but have not freed their descriptors yet."""
         return len(self._sockets) > len(self._stages)
 
     def open(self, accepted: socket.socket, client: Address) -> None:
-        """Serve a socket that was just accepted. Close another connection if there are too many, or else this one."""
-        # One that gives way may stay for a while to read why, so that more than one may be too many.
+        """Serve a newly accepted socket. If there are too many connections, close an old one, or else the new one."""
+        # A connection that is refused to make room stays open while its client reads the answer. So the number of
+        # connections may exceed the limit by more than one.
         num_over = len(self) - self._num_extra - self.most + 1
         is_extra = not all(self.make_room(is_extra=False) for _ in range(num_over))
         if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
@@ -126,14 +130,15 @@ class Connections:
             raise
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run this as a task, which ends with the connections at the latest."""
+        """Run a coroutine as a task. `end` cancels it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close the oldest connection of the first stage that gives way. Return whether there was one. `is_extra`: only
-        one that is, or is not, of the reserve.
+        """Close the oldest connection in the first stage of `GIVES_WAY` that has one. Return whether there was one.
+
+        `is_extra`: True considers only connections of the reserve for `/health`, False only the others, None all.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:
@@ -143,11 +148,11 @@ class Connections:
         return False
 
     def note_closed(self, connection: Connection) -> None:
-        """The descriptor of this connection is free."""
+        """Record that the descriptor of this connection is free."""
         self._sockets.discard(connection)
 
     def move(self, connection: Connection, stage: Stage | None) -> None:
-        """Note that a connection has come to this stage; None: that it is closed."""
+        """Record that a connection has entered this stage; None means that it is closed."""
         if (before := self._stages.pop(connection, None)) is not None:
             del self._by_stage[before][connection]
             self._num_extra -= stage is None and connection.is_extra
@@ -159,7 +164,9 @@ class Connections:
             self._all_closed.set()
 
     async def end(self, seconds: float) -> None:
-        """Let requests finish for so long, or until `hurry`, then cut them, and close all connections."""
+        """Let requests finish for up to `seconds`, or until `hurry` is called; then cut the rest and close all
+        connections.
+        """
         self.is_ending = True
         for stage in ("new", "idle", "closing"):
             for connection in [*self._by_stage[stage]]:
@@ -168,7 +175,7 @@ class Connections:
             async with asyncio.timeout(seconds) as self._patience:
                 await self._all_closed.wait()
         except TimeoutError:
-            log.warning("cut %d connections whose requests were not finished in time", len(self))
+            log.warning("cutting %d connections: their requests did not finish in time", len(self))
         finally:
             for connection in [*self._stages]:
                 connection.cut("end")
@@ -177,32 +184,34 @@ class Connections:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hurry(self) -> None:
-        """Let `end` wait no longer."""
+        """Make `end` stop waiting."""
         if self._patience is not None:
             self._patience.reschedule(asyncio.get_running_loop().time())
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, as they are now."""
-        opened = GaugeMetricFamily("trueroll_http_connections", "Open.", labels=["stage"])
+        """Yield the current metrics."""
+        opened = GaugeMetricFamily("trueroll_http_connections", "Open connections.", labels=["stage"])
         for stage, connections in self._by_stage.items():
             opened.add_metric([stage], len(connections))
         yield opened
-        yield GaugeMetricFamily("trueroll_http_max_connections", "Open at a time.", value=self.most)
-        closed = CounterMetricFamily("trueroll_http_closed_connections", "Closed by the server.", labels=["reason"])
+        yield GaugeMetricFamily("trueroll_http_max_connections", "Maximum number of open connections.", value=self.most)
+        closed = CounterMetricFamily(
+            "trueroll_http_closed_connections", "Connections closed by the server.", labels=["reason"]
+        )
         for reason, count in self.closed.items():
             closed.add_metric([reason], count)
         yield closed
 
 
 class _Turns:
-    """Work that waits for its turn, in order of arrival. The event loop has its turn after `TURN_SECONDS`."""
+    """A first-in, first-out queue of callbacks. The event loop runs other work after every `TURN_SECONDS`."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._will_run = False
 
     def wait(self, work: Callable[[], None]) -> None:
-        """Call `work` when it is its turn."""
+        """Queue `work`."""
         self._waiting.append(work)
         self._schedule()
 
@@ -224,7 +233,9 @@ class _Turns:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. `client`, `server`: the addresses of both ends. `is_extra`: one of the reserve for `/health`."""
+    """One connection. `client`, `server`: addresses of both ends. `is_extra`: whether it belongs to the reserve for
+    `/health`.
+    """
 
     def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:
         self.client, self.server = client, server
@@ -245,11 +256,11 @@ class Connection(asyncio.BufferedProtocol):
         self._is_head = False
         self._set_deadline(self._config.head_seconds, self._end_wait)
 
-    # What asyncio calls
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # The protocol is told of every byte that the system does not take at once.
+        # With a limit of 0, asyncio calls `pause_writing` as soon as the kernel does not take all bytes.
         self._transport.set_write_buffer_limits(high=0)
         self.writable.set()
         if self._stage is None:
@@ -290,16 +301,16 @@ class Connection(asyncio.BufferedProtocol):
         self._leave()
         self._connections.note_closed(self)
 
-    # What `Connections` asks for
+    # Called by `Connections`
 
     def give_way(self) -> None:
         """Close to make room for another connection."""
         if self._stage == "body":
-            return self.refuse(_busy("and this request was the oldest with an unfinished body"), "room")
+            return self.refuse(_busy("this request was the oldest with an incomplete body"), "room")
         self.cut("room")
 
     def cut(self, reason: str) -> None:
-        """Close at once, whatever is unsent."""
+        """Close at once and discard unsent data."""
         if self._stage is None:
             return
         self._connections.closed[reason] += 1
@@ -309,10 +320,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._let_close_reset()
             self._transport.abort()
 
-    # What an exchange asks for
+    # Called by an `Exchange`
 
     def send(self, *events: h11.Event) -> None:
-        """Write events of the response at once."""
+        """Write events of the response, in one write."""
         assert self._transport is not None
         data = b"".join(self._http.send(event) or b"" for event in events)
         if data:
@@ -320,22 +331,22 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def awaits_continue(self) -> bool:
-        """Whether the client waits to be told that its body may come."""
+        """Whether the client waits for `100 Continue` before it sends the body."""
         return self._http.they_are_waiting_for_100_continue
 
     @property
     def is_last(self) -> bool:
-        """Whether no request is taken after this one."""
+        """Whether the connection closes after this request."""
         return self.is_extra or self._connections.is_ending
 
     def resume_reading(self) -> None:
-        """Read on, unless the next request is there already: the exchange has taken what was there."""
+        """Resume reading after the exchange has taken the buffered content, unless the next request has arrived."""
         follows = self._http.their_state is h11.DONE and bool(self._http.trailing_data[0])
         if self._transport is not None and not self._has_turn and not follows:
             self._transport.resume_reading()
 
     def finish(self) -> None:
-        """The response is written. Go on to the next request, or close."""
+        """Go on to the next request, or close: the response is written."""
         self._exchange = None
         if self._stage in (None, "closing"):
             return
@@ -354,7 +365,7 @@ class Connection(asyncio.BufferedProtocol):
             self._later(trailing)
 
     def refuse(self, error: HttpError, reason: str) -> None:
-        """Answer with this error, if no answer has begun, and close."""
+        """Answer with this error, unless an answer has begun, and close."""
         if self._stage in (None, "closing"):
             return
         self._connections.closed[reason] += 1
@@ -364,7 +375,9 @@ class Connection(asyncio.BufferedProtocol):
     # Reading
 
     def _note_received(self, data: bytes) -> None:
-        """Check what has arrived against the bounds of a head, or of a body's framing. Raise HttpError."""
+        """Count received data towards the limits of the head or of the body's framing. Raise HttpError beyond a
+        limit.
+        """
         if self._stage in ("new", "idle"):
             if self._stage == "idle" and self._head.num_bytes == 0:
                 self._set_deadline(self._config.head_seconds, self._end_wait)
@@ -373,7 +386,7 @@ class Connection(asyncio.BufferedProtocol):
             self._framing.num_received += len(data)
 
     def _later(self, trailing: bytes) -> None:
-        """Take the next request, which has been received, in its turn."""
+        """Queue the next request, which has already arrived."""
 
         def take() -> None:
             try:
@@ -400,7 +413,7 @@ class Connection(asyncio.BufferedProtocol):
         self._connections.turns.wait(go_on)
 
     def _advance(self) -> None:
-        """Take what h11 makes of the bytes received, a bounded number of events at a time."""
+        """Handle the events that h11 parses from the received bytes, a bounded number of them at a time."""
         try:
             for _ in range(EVENTS_PER_TURN):
                 if self._stage in (None, "closing") or not self._take(self._http.next_event()):
@@ -412,7 +425,7 @@ class Connection(asyncio.BufferedProtocol):
         self._wait_for_turn()
 
     def _take(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> bool:
-        """Take one event. Return whether there may be more."""
+        """Handle one event. Return whether there may be more."""
         assert self._transport is not None
         if isinstance(event, h11.Request):
             self._begin(event)
@@ -424,7 +437,7 @@ class Connection(asyncio.BufferedProtocol):
             self._exchange.complete()
             if self._stage == "body":
                 self._move("busy")
-            return False  # the next request waits for this one's answer
+            return False  # the next request waits until this one is answered
         else:
             if event is h11.PAUSED:
                 self._transport.pause_reading()
@@ -435,7 +448,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_head = request.method == b"HEAD"
         check_framing(request)
         if self.is_extra and request.target.partition(b"?")[0] != HEALTH_PATH:
-            raise _busy("all of which have requests under way")
+            raise _busy("all of them have requests in flight")
         self._cancel_deadline()
         self._move("body")
         self._framing = Framing(self._config)
@@ -452,7 +465,9 @@ class Connection(asyncio.BufferedProtocol):
             self.send(*refusal(error, self._is_head))
 
     def _linger(self) -> None:
-        """Half-close, and drop what still comes for a while: closing at once would take the answer from the client."""
+        """Half-close, and drop incoming data for a while. If the connection closed at once, the client could lose the
+        answer.
+        """
         assert self._transport is not None
         self._move("closing")
         if self._transport.is_closing():
@@ -465,13 +480,13 @@ class Connection(asyncio.BufferedProtocol):
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 
     def _let_close_reset(self) -> None:
-        """Closing shall tell the client that its answer is cut, and drop what the system holds of it."""
+        """Make closing reset the connection, so the client sees a cut answer and the kernel drops unsent data."""
         assert self._transport is not None
         at_once = struct.pack("ii", 1, 0)
         self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
 
     def _leave(self) -> None:
-        """Forget the connection: the client has gone, or is not to be served."""
+        """Forget the connection, because the client has disconnected or will not be served."""
         self._stage = None
         self._connections.move(self, None)
         self._cancel_deadline()
@@ -491,7 +506,7 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline = asyncio.get_running_loop().call_later(seconds, then, *arguments)
 
     def _end_wait(self) -> None:
-        """The head did not come in time."""
+        """Close the connection: the head did not arrive in time."""
         if self._head.num_bytes == 0:
             return self.cut("head")
         text = f"head: incomplete after {self._config.head_seconds:g} s; send it faster"
@@ -515,23 +530,23 @@ class Connection(asyncio.BufferedProtocol):
         self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
 
     def _count_unsent(self) -> int:
-        """How many bytes of the answer wait here, or in the system for the client to take them."""
+        """Return how many bytes of the answer are still in asyncio's buffer or in the kernel's send queue."""
         assert self._transport is not None
         queued = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.TIOCOUTQ, struct.pack("i", 0))
         return self._transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
 
 def _busy(why: str) -> HttpError:
-    text = f"server: out of connections, {why}; try again later"
+    text = f"server: out of connections ({why}); try again later"
     return HttpError(503, text, code="connections_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _no_room() -> bytes:
-    """The answer to a connection that is not even read."""
+    """Return the answer for a connection that is closed without reading a request."""
     http = h11.Connection(h11.SERVER)
-    return b"".join(http.send(event) or b"" for event in refusal(_busy("the reserve for /health included"), False))
+    return b"".join(http.send(event) or b"" for event in refusal(_busy("including the reserve for /health"), False))
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
-    """The error for a request that h11 refuses. h11's text may quote the request, so it is cut."""
+    """Return the error for a request that h11 refuses. h11's text is truncated, as it may quote the request."""
     return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")

@@ -1,4 +1,4 @@
-"""Errors as HTTP tells them: a status, and OpenAI's body `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors over HTTP: a status, and OpenAI's error body `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -46,16 +46,18 @@ STATUSES: dict[type[TruerollError], int] = {
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _OF_PROMPT = ("prompts[", "sequences[")
-"""How the fields begin that a client of the worker has prompts in."""
+"""Prefixes of `TruerollError.field` where the worker's client reports an error about a prompt."""
 
 
 class Gone(Exception):
-    """The client has disconnected: nobody is there to be answered."""
+    """Raised when the client has disconnected, so no answer is needed."""
 
 
 class HttpError(TruerollError):
-    """A request that is answered by `status`. `code`: a word for programs. `setting`: whose limit it exceeds, by which
-    refusals are counted. `field`, `value`, `limit`: see `TruerollError`; the body calls the field `param`.
+    """An error that is answered with `status`.
+
+    `code`: a machine-readable word. `setting`: the setting with the limit that the request exceeds; refusals are
+    counted by it. `field`, `value`, `limit`: see `TruerollError`; the body calls the field `param`.
     """
 
     def __init__(
@@ -76,18 +78,18 @@ class HttpError(TruerollError):
 
 
 def given_twice(name: str) -> HttpError:
-    """The error for a name that a query gives twice: parsers differ in which value they take."""
+    """Return the error for a query parameter that is given twice. Parsers differ in which of the values they take."""
     return HttpError(400, f"{name}: given twice in the query; give it once", field=name, code="invalid_request")
 
 
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
-    """What a client is told of an error; nothing of one that no user should meet. `prompt_field`: the field of the
-    request that has the prompts.
+    """Return the HTTP error for any exception. An unexpected one becomes a 500 that reveals no details. `prompt_field`:
+    name of the request field that contains the prompts.
     """
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, TruerollError):
-        return HttpError(500, "server: broke down; its log says how", code="internal")
+        return HttpError(500, "server: internal error; see the server's log", code="internal")
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
     is_of_prompt = error.field is not None and error.field.startswith(_OF_PROMPT)
@@ -97,7 +99,7 @@ def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpErro
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """The body that tells of it."""
+    """Return the response body for an error."""
     told = dict(message=str(error), type=_type_of(error.status), param=error.field, code=error.code)
     return {"error": told}
 

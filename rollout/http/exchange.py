@@ -1,4 +1,4 @@
-"""One request and its response: what ASGI says becomes events of HTTP/1.1, and the other way round."""
+"""One request and its response: translate between HTTP/1.1 events and ASGI messages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from .wire import encoded
 Address: TypeAlias = tuple[str, int]
 
 WRITE_BYTES = 2**18
-"""Most that is handed to a connection at a time."""
+"""Maximum number of bytes handed to a connection at a time."""
 
 log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The connection, as an exchange needs it. `writable`: set while the system has taken all that was sent."""
+    """The part of a connection that an exchange uses. `client`, `server`: addresses of both ends. `writable`: set while
+    no sent bytes wait in the write buffer.
+    """
 
     client: Address
     server: Address
@@ -51,7 +53,9 @@ class Line(Protocol):
 
 @dataclass
 class _Body:
-    """The body of a request: `content` that was not taken yet, and whether there is no more to come."""
+    """The body of a request. `content`: bytes that the application has not received yet. `is_whole`: whether the body
+    is complete. `was_told_whole`: whether the application knows that.
+    """
 
     content: bytearray = field(default_factory=bytearray)
     is_whole: bool = False
@@ -59,11 +63,11 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to tell of it."""
+        """Whether there is content, or its end, that the application has not received yet."""
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 
     def take(self) -> bytes:
-        """The content that is there."""
+        """Return and clear the buffered content."""
         content = bytes(self.content)
         self.content.clear()
         self.was_told_whole = self.is_whole
@@ -71,7 +75,7 @@ class _Body:
 
 
 class Exchange:
-    """One request and its response, as ASGI has it."""
+    """One request and its response, as an ASGI application sees them."""
 
     def __init__(self, connection: Line, request: h11.Request) -> None:
         self._connection = connection
@@ -84,30 +88,30 @@ class Exchange:
         self._changed = asyncio.Event()
 
     async def run(self, app: ASGIApp) -> None:
-        """Let the application answer."""
+        """Run the application until it has answered, then finish the connection's request."""
         try:
             await app(self._scope, self._receive, self._send)
         except asyncio.CancelledError:
             raise
-        except BaseException:  # a panic of a library is no Exception
+        except BaseException:  # a panic of a Rust library is not an Exception
             log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
-        if not self._has_ended and not self._has_left:  # a stream that broke off ends without its last chunk
+        if not self._has_ended and not self._has_left:  # cut it, so that the client sees an incomplete response
             self._connection.cut("broken")
         self._connection.finish()
 
     def add(self, content: bytes) -> bool:
-        """Content of the body has arrived. Return whether there is enough for now."""
+        """Add received content of the body. Return whether reading should pause."""
         self._body.content += content
         self._changed.set()
         return len(self._body.content) >= READ_BYTES
 
     def complete(self) -> None:
-        """The body is whole."""
+        """Mark the body as complete."""
         self._body.is_whole = True
         self._changed.set()
 
     def leave(self) -> None:
-        """The client has gone, or the connection has answered by itself."""
+        """End the exchange: the client has disconnected, or the connection has answered by itself."""
         self._has_left = True
         self._changed.set()
 
@@ -128,7 +132,7 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
-            has_more = not self._body.is_whole  # nothing reads the rest of the body
+            has_more = not self._body.is_whole  # the rest of the body will not be read, so close after the answer
             if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             self._head = _response(message["status"], headers)
@@ -144,7 +148,7 @@ class Exchange:
             await self._write()
 
     async def _write(self, *events: h11.Event) -> None:
-        """Write the head, if it still waits, and these events; return once the client has room for more."""
+        """Write the head, unless it is already written, and these events. Return once the write buffer is empty."""
         if not self._has_left:
             head, self._head = self._head, None
             self._connection.send(*([] if head is None else [head]), *events)
@@ -170,7 +174,9 @@ def _scope(connection: Line, request: h11.Request) -> Scope:
 
 
 def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
-    """The events of a response that tells of an error, and closes. `is_head`: without its content."""
+    """Return the events of an error response that closes the connection. `is_head`: the response has no content,
+    because it answers a HEAD request.
+    """
     content = encoded(error_body(error))
     headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}
     headers |= {"Connection": "close", "Date": _date(int(time.time())).decode()}

@@ -1,6 +1,6 @@
-"""The fields of requests: those that are served, those that change nothing here, and those that must be off.
+"""The fields of requests: supported ones, ignored ones, and ones that must be off.
 
-null counts as not given. A field that is not known, or that asks for what is not served, is refused by its name.
+null counts as not given. Unknown fields, and values that are not supported, are refused with the name of the field.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
     *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
 )
-"""The fields that are parameters of `SamplingParams`, by the same names."""
+"""The fields that are parameters of `SamplingParams` under the same name."""
 IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
     *("detokenize", "output_kind", "flat_logprobs", "routed_experts_prompt_start"),
 }
-"""Hints and labels: whatever they say, the answer is the same. No experts are told, wherever they would begin."""
+"""Hints and labels that never change an answer. `routed_experts_prompt_start` is among them because no endpoint returns
+experts.
+"""
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -71,7 +73,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields that are known elsewhere and not served here, with the values that mean what is done here anyway."""
+"""Fields of other servers that are not supported here, each with the neutral values that are accepted."""
 
 F = TypeVar("F", bound="Fields")
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -79,8 +81,8 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Fields(BaseModel):
-    """The fields of a kind of request. Values of another type, and unknown fields, are refused. Lists in it fail fast:
-    a fault for each of a million elements would take seconds and gigabytes.
+    """Base of the fields of a kind of request. Values of a wrong type and unknown fields are refused. Lists in
+    subclasses must fail fast: collecting a fault for each of a million elements would take seconds and gigabytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -88,7 +90,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, values: Any) -> Any:
-        """Leave out the others of very many, as of elements."""
+        """Keep only the first unknown field, as a request may have very many of them."""
         if not isinstance(values, dict) or cls.model_config.get("extra") == "allow":
             return values
         unknown = next((name for name in values if name not in cls.model_fields), None)
@@ -96,7 +98,9 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """`include_usage`: a last event says how many tokens there were. The others must be off."""
+    """Options of a stream. `include_usage`: end the stream with an event that has the token counts. The other options
+    must be off.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -104,7 +108,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """What all requests for tokens have, beside `SAMPLING` and `seed`."""
+    """Fields of all requests for tokens, in addition to `SAMPLING` and `seed`."""
 
     model: str | None = None
     stream: bool = False
@@ -113,9 +117,9 @@ class GenerationFields(Fields):
 
 
 class TextFields(GenerationFields):
-    """What requests for text have. `return_token_ids`: tell the ids of prompt and completion, too.
-    `return_tokens_as_token_ids`: call tokens `token_id:7` among the log-probs. `skip_special_tokens`: leave them out of
-    the text.
+    """Fields of requests for text. `return_token_ids`: also return the token ids of prompt and completion.
+    `return_tokens_as_token_ids`: name tokens `token_id:7` in the log-probs. `skip_special_tokens`: leave special tokens
+    out of the text.
     """
 
     return_token_ids: bool = False
@@ -124,8 +128,8 @@ class TextFields(GenerationFields):
 
 
 def given(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that ask for something: without null, hints, and what is off. Raise HttpError for one that must be
-    off.
+    """Return the fields that have an effect: without null, ignored fields, and fields of `OFF` at a neutral value.
+    Raise HttpError if a field of `OFF` has another value.
     """
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name in [name for name in fields if name in OFF]:
@@ -136,7 +140,7 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_same(value: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal. Unlike for `==`, a boolean equals no number, at any depth."""
+    """Return whether two JSON values are equal. Unlike with `==`, a boolean never equals a number, at any depth."""
     if isinstance(value, bool) != isinstance(expected, bool) or value != expected:
         return False
     if isinstance(expected, dict):
@@ -145,13 +149,13 @@ def is_same(value: Any, expected: Any) -> bool:
 
 
 def unsupported(name: str, expected: str, value: Any) -> HttpError:
-    """What to say of a field whose value asks for what is not served."""
-    text = f"{name}: expected {expected}, as this is not served, found {brief(value)}; leave it out"
+    """Return the error for a field with an unsupported value. `expected`: the supported values, for the text."""
+    text = f"{name}: {brief(value)} is not supported; leave it out, or set it to {expected}"
     return HttpError(400, text, field=name, value=value, code="unsupported_parameter")
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
-    """Fields as those of a kind of request. Raise HttpError."""
+    """Validate fields as those of a kind of request. Raise HttpError if they are invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -161,16 +165,19 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
 
 
 def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
-    """Take the sampling parameters and the seed out of `fields`. `max_tokens`: where they name none. The log-probs are
-    those of the distribution that was drawn from. Raise InvalidRequestError.
+    """Remove the sampling parameters and the seed from `fields` and return them. `max_tokens`: the default. The
+    parameters ask for log-probs of the distribution that tokens are drawn from. Raise InvalidRequestError if a value is
+    invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
-        named["top_k"] = -1  # off, as others write it
+        named["top_k"] = -1  # 0 means off in vLLM, too
     seed = SamplingParams(seed=fields.pop("seed", None)).seed
     return SamplingParams(**named), seed
 
 
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
-    """These, with log-probs of the tokens and of `num_top` most probable ones; None: without any."""
+    """Return these parameters with log-probs of the drawn tokens and of the `num_top` most probable ones; with None,
+    without log-probs.
+    """
     return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))

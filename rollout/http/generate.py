@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out, as trainers ask vLLM for it."""
+"""`/inference/v1/generate`: token ids in, token ids out. Trainers use this endpoint of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .pieces import Piece, Task, Usage, ending
 
 
 class GenerateFields(GenerationFields):
-    """`sampling_params`: the sampling parameters and `seed`, and those of `SamplingFields`."""
+    """Fields of a request for tokens. `token_ids`: the prompt. `sampling_params`: the fields of `SAMPLING`, `seed`, and
+    `SamplingFields`.
+    """
 
     token_ids: TokenIds
     sampling_params: dict[str, Any]
@@ -22,8 +24,8 @@ class GenerateFields(GenerationFields):
 
 
 class SamplingFields(Fields):
-    """`logprobs`: tell the log-prob of each token, and those of so many most probable ones. `skip_special_tokens`
-    changes nothing, as there is no text.
+    """Further fields of `sampling_params`. `logprobs`: return the log-prob of each token, and of this many of the most
+    probable tokens. `skip_special_tokens` has no effect, as the answer has no text.
     """
 
     logprobs: NumTop | None = None
@@ -32,7 +34,7 @@ class SamplingFields(Fields):
 
 @dataclass(frozen=True)
 class GenerateForm:
-    """Writes samples as token ids. Their log-probs have the form of chat completions, with `token_id:7` for a token."""
+    """Writes samples as token ids. Log-probs have the format of chat completions, with tokens named `token_id:7`."""
 
     request_id: str
     created: int
@@ -60,7 +62,7 @@ class GenerateForm:
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
-    """What a request for tokens asks for. Raise InvalidRequestError, HttpError."""
+    """Parse a request for tokens. Raise InvalidRequestError or HttpError if it cannot be served."""
     own = checked(GenerateFields, given(body))
     served.check_name(own.model)
     fields = given(own.sampling_params)

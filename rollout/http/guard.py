@@ -1,8 +1,8 @@
-"""What every request passes first: it is counted, and let in by its key, its role, its origin, and how many others are
-open.
+"""The guard in front of the application: count every request, and check its origin, its key, its role, and the number
+of open requests.
 
-Without a key the front end listens on loopback, where a web page in a browser could reach it as well. A browser says in
-`Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
+Without a key the front end listens on loopback, where any web page in a local browser could reach it. A browser sends
+the origin of the page in `Origin` and the name of the server in `Host`; both are checked.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from .pages import FILES
 from .wire import error_answer
 
 OPEN_PATHS = {"/health", *FILES}
-"""For which no key is needed."""
+"""Paths that need no key."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
-"""Paths with bodies of tokens or text, of up to `max_body_bytes`."""
+"""Paths with bodies of tokens or text, which may have up to `max_body_bytes`."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Paths whose requests count towards `max_open_requests`."""
+"""Requests for these paths count towards `max_open_requests`."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
-"""The status that is counted for a client that left before its answer began."""
+"""The status counted for a client that disconnected before its answer began."""
 
 
 class Counters:
-    """`requests`: by path and status; a path that is not served counts as `other`, a client that left as 499. `open`:
-    requests for tokens or text that are under way. `over_limit`: refused ones by the setting that they exceed.
+    """Metrics of requests.
+
+    `requests`: number of requests by path and status. Unknown paths count as `other`, disconnected clients as status
+    499. `open`: number of requests for tokens or text in flight. `over_limit`: number of refused requests by the
+    setting with the limit that they exceed.
     """
 
     def __init__(self) -> None:
@@ -46,17 +49,19 @@ class Counters:
         self.over_limit: Counter[str] = Counter()
 
     def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Tell these metrics, too."""
+        """Add the metrics of `collect` to those of `self.collect`."""
         self._others.append(collect)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, as they are now."""
-        family = CounterMetricFamily("trueroll_http_requests", "Answered.", labels=["path", "status"])
+        """Yield the current metrics."""
+        family = CounterMetricFamily("trueroll_http_requests", "Answered requests.", labels=["path", "status"])
         for (path, status), count in self.requests.items():
             family.add_metric([path, str(status)], count)
         yield family
-        yield GaugeMetricFamily("trueroll_http_open_requests", "For tokens or text.", value=self.open)
-        refused = CounterMetricFamily("trueroll_http_over_limit", "Refused.", labels=["limit"])
+        yield GaugeMetricFamily("trueroll_http_open_requests", "Open requests for tokens or text.", value=self.open)
+        refused = CounterMetricFamily(
+            "trueroll_http_over_limit", "Requests refused because they exceed a limit.", labels=["limit"]
+        )
         for limit, count in self.over_limit.items():
             refused.add_metric([limit], count)
         yield refused
@@ -65,7 +70,7 @@ class Counters:
 
 
 class Guard:
-    """Lets requests through to `app`, or answers them itself."""
+    """ASGI middleware that passes permitted requests to `app` and refuses the others. `paths`: the served paths."""
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets here, and no lifespan
+            return  # neither websockets nor lifespan events are supported
         status = CLIENT_LEFT
 
         async def noting(message: Message) -> None:
@@ -109,7 +114,7 @@ class Guard:
                 await self._bodies.read(request.scope, receive, path in LONG_PATHS)
                 self._check_slots(is_work)
         except HttpError as error:
-            error.headers["Connection"] = "close"  # the rest of the body is not read
+            error.headers["Connection"] = "close"  # the rest of the body will not be read
             return await error_answer(error)(request.scope, receive, send)
         except Gone:
             return
@@ -130,7 +135,7 @@ class Guard:
         if client is None:
             raise HttpError(
                 401,
-                "Authorization: expected `Bearer` and the API key of this server, found another value or none; send it",
+                "Authorization: the API key is missing or wrong; send `Authorization: Bearer KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -141,19 +146,19 @@ class Guard:
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "Origin: expected a page of this server or none, found another; ask without a browser")
+            raise HttpError(403, "Origin: requests from web pages of other servers are refused; do not use a browser")
         if not self._clients.need_key and not _is_local(host):
-            raise HttpError(403, "Host: expected localhost or a loopback IP, found neither; use one of these")
+            raise HttpError(403, "Host: without API keys the name must be localhost or a loopback IP; use one of these")
 
 
 def _is_local(host: str) -> bool:
-    """Whether the whole of a `Host` header is a loopback name, with or without a port."""
+    """Return whether a `Host` header is localhost or a loopback IP, with or without a port."""
     found = _HOST.fullmatch(host)
     name = "" if found is None else found[1].lower()
     return name == "localhost" or is_loopback(name.strip("[]"))
 
 
 def _too_many(most: int) -> HttpError:
-    text = f"server: {most} requests are open, as many as may be; try again later"
+    text = f"server: too many open requests (limit {most}); try again later"
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     return HttpError(429, text, limit=most, code="queue_full", headers=headers)

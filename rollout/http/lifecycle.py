@@ -1,4 +1,4 @@
-"""The worker's lifecycle over HTTP, by the names that vLLM has for it: health, pause, sleep, weights, metrics."""
+"""The worker's lifecycle over HTTP, under vLLM's names: health, pause, sleep, weights, metrics."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ if TYPE_CHECKING:
 
 HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
-"""`/health` waits so long for the worker while there is a recent report."""
+"""How long `/health` waits for the worker if there is a recent report to return instead."""
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
-"""The names that a query may give several times."""
+"""Query parameters that may be given several times."""
 
 log = logging.getLogger(__name__)
 
 
 class UpdateFields(Fields):
-    """`weight_dir`: a folder with the weights. `weight_version`: what they are called; None: the next one."""
+    """Fields of `/update_weights`. `weight_dir`: folder with the weights. `weight_version`: their version; None means
+    the one after the served version.
+    """
 
     weight_dir: str
     weight_version: Version | None = None
 
 
 def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
-    """A handler after which no earlier report of the worker counts."""
+    """Decorate a handler that changes the worker's state: earlier reports of the worker are stale afterwards."""
 
     @wraps(handle)
     async def handle_and_note(self: Lifecycle, request: Request) -> Response:
@@ -64,8 +66,8 @@ def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> An
 
 
 class Lifecycle:
-    """The calls that concern the worker, not a request. `keys`: `server_public_key` and `client_key`. `watch`: of the
-    same worker.
+    """Handlers for the calls about the worker rather than a request. `address`: address of the worker, or the file of a
+    fleet. `keys`: `server_public_key` and `client_key`. `watch`: polls the same worker.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Lifecycle:
         self._push_lock = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
-        """200 while the worker answers and has not failed, or did so a moment ago."""
+        """Return 200 and the worker's state, or 503 if it has failed or does not answer. While the worker is slow, its
+        last recent report counts.
+        """
         _queries(request, {})
         health, age = await self._health_or_report()
         told = {"state": health.state, "weight_version": health.weight_version, "age_seconds": round(age, 3)}
@@ -89,7 +93,7 @@ class Lifecycle:
 
     @_changing
     async def pause(self, request: Request) -> Response:
-        """Generate nothing until `/resume`."""
+        """Stop generating until `/resume`."""
         queries = _queries(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
         mode = queries.get("mode", ["abort"])[0]
         if mode == "wait":
@@ -115,7 +119,7 @@ class Lifecycle:
 
     @_changing
     async def sleep(self, request: Request) -> Response:
-        """Give memory back until `/wake_up`."""
+        """Release memory until `/wake_up`."""
         queries = _queries(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
         status = await self._client.sleep(
             level=2 if queries.get("level") == ["2"] else 1,
@@ -126,7 +130,7 @@ class Lifecycle:
 
     @_changing
     async def wake_up(self, request: Request) -> Response:
-        """Take memory again."""
+        """Acquire the released memory again."""
         return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -135,13 +139,13 @@ class Lifecycle:
 
     @_changing
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         _queries(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
         return _told(await self._client.invalidate_prefix_cache())
 
     @_changing
     async def update_weights(self, request: Request) -> Response:
-        """Serve the weights in a folder: of a push by `disk`, or of a checkpoint in Hugging Face format."""
+        """Serve the weights in a folder, from a push by `disk` or a checkpoint in Hugging Face format."""
         _queries(request, {})
         fields = checked(UpdateFields, read_json(request))
         async with self._push_lock:
@@ -153,7 +157,7 @@ class Lifecycle:
         return answer({"status": "updated", "weight_version": health.weight_version})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' page: the worker's state and counters, and those of this front end."""
+        """Return the page for Prometheus: metrics of the worker and of this front end."""
         health, stats = await self._health(), await self._client.stats()
         registry = CollectorRegistry()
         registry.register(WorkerMetrics(health, stats))
@@ -162,7 +166,9 @@ class Lifecycle:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
-        """What the worker says, 0 seconds old, or its recent report if that takes long."""
+        """Return the worker's health and its age in seconds: 0 for a fresh one, or the age of the recent report if the
+        worker is slow.
+        """
         if (report := self.watch.report()) is not None:
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
@@ -177,26 +183,26 @@ class Lifecycle:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return await self._client.health()
         except TimeoutError:
-            text = f"worker: expected an answer within {HEALTH_SECONDS} s, found none; is it there?"
+            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that it is running"
             raise HttpError(503, text, code="worker_lost") from None
 
 
 def _next_version(served: int) -> int:
-    """The version after `served`. Raise PushError if there is none."""
+    """Return the version after `served`. Raise PushError if `served` is the last one."""
     if served >= LAST_VERSION:
-        raise PushError(f"weight_version: no version follows {served}, which is served; start the worker anew")
+        raise PushError(f"weight_version: the served version {served} is the last possible one; restart the worker")
     return served + 1
 
 
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
-    """On a thread: the publisher blocks, and imports torch."""
+    """Push the weights in a folder to the worker. Call it on a thread: the publisher blocks and imports torch."""
     from ..publisher.publisher import WeightPublisher, connect_to
 
     folder = Path(fields.weight_dir)
     is_push = _is_push(folder)
     tensors = None if is_push else _tensors(folder)
     if is_push and fields.weight_version is not None:
-        text = "weight_version: expected none, as the folder names its own; leave it out"
+        text = "weight_version: the folder already names a version; leave the field out"
         raise InvalidRequestError(text, field="weight_version", value=fields.weight_version)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
@@ -210,7 +216,7 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
 
 def _is_push(folder: Path) -> bool:
-    """Whether a push by `disk` wrote the folder. Raise PushError if it cannot be read, as `_tensors` does."""
+    """Return whether a push by `disk` wrote the folder. Raise PushError if it cannot be read, as `_tensors` does."""
     from ...weight_sync.transports.disk import read_manifest
 
     with _one_text(folder):
@@ -221,7 +227,9 @@ def _is_push(folder: Path) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint, whose files have all been opened. Raise PushError if one cannot be read."""
+    """Return an iterator over the tensors of a checkpoint. All its files are opened first. Raise PushError if one
+    cannot be read.
+    """
     from ...engine.models.loader import read_checkpoint
 
     with _one_text(folder):
@@ -232,28 +240,31 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _one_text(folder: Path) -> Iterator[None]:
-    """Raise a PushError with the same text whatever keeps a folder from being read, so that no client learns from it
-    which files there are. The log has the cause.
+    """Context manager that turns any error about reading a folder into a PushError. Its text does not depend on the
+    cause, so that no client learns from it which files exist. The log has the cause.
     """
     try:
         yield
     except (TruerollError, OSError, ValueError, StopIteration) as error:
-        log.warning("weights from %r: refused, for %s", str(folder), error)
+        log.warning("cannot read weights from %r: %s", str(folder), error)
         raise PushError(
-            f"weight_dir: {brief(str(folder))} is no folder of weights that this server can read; give one that a push "
-            "by disk wrote, or a checkpoint in Hugging Face format; the server's log says more"
+            f"weight_dir: {brief(str(folder))} has no weights that this server can read; give a folder that a push by "
+            "disk wrote, or a checkpoint in Hugging Face format; the server's log has the cause"
         ) from None
 
 
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """The query parameters by name. Raise HttpError for one that is not known, has another value, or comes twice, but
-    for `tags`, which is a list.
+    """Return the query parameters by name. `known`: the permitted values of each known parameter. Raise HttpError if a
+    parameter is unknown, has another value, or is given twice. Only the parameters in `_LISTS` may be given several
+    times.
     """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
         if value.lower() not in known.get(name, ()):
-            expected = " or ".join(known[name]) if name in known else f"one of {sorted(known)}" if known else "none"
-            text = f"{name}: expected {expected} in the query, found {brief(value)}; correct it"
+            if name in known:
+                text = f"{name}: {brief(value)} is invalid in the query; give {' or '.join(known[name])}"
+            else:
+                text = f"{name}: no such query parameter; known ones are {', '.join(sorted(known)) or 'none'}"
             raise HttpError(400, text, field=name, value=value, code="invalid_request")
         found.setdefault(name, []).append(value.lower())
         if len(found[name]) > 1 and name not in _LISTS:

@@ -1,4 +1,4 @@
-"""Log-probs of tokens as the endpoints write them: each a JSON number that gives the same float32 again."""
+"""Log-probs of tokens in the formats of the endpoints. Each is a JSON number that parses to the same float32."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from .pieces import Piece
 
 TokenName: TypeAlias = Callable[[int], str]
 NEVER = -9999.0
-"""Stands for -inf, the log-prob of a token that a filter dropped, which JSON cannot say."""
+"""Replaces -inf, which JSON cannot represent. It is the log-prob of a token that a filter dropped."""
 
 
 def name_by_id(token_id: int) -> str:
-    """What `return_tokens_as_token_ids` calls a token."""
+    """Return the name of a token under `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
 def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
-    """As in chat completions: for each token its log-prob and those of the most probable ones."""
+    """Return log-probs in the format of chat completions: for each token, its log-prob and the most probable tokens
+    with theirs. None if the piece has no log-probs.
+    """
     if piece.logprobs is None:
         return None
     entries = _chat_entries(piece, name, has_bytes)
@@ -47,8 +49,11 @@ def completion_logprobs(
     first_offset: int,
     width: int,
 ) -> dict[str, Any]:
-    """As in completions: columns of tokens, log-probs, the most probable tokens with the one that was drawn, and where
-    each token begins if their names follow one another. `width`: how many entries a token has.
+    """Return log-probs in the format of completions, as columns: tokens, their log-probs, the most probable tokens with
+    the drawn one added, and text offsets.
+
+    A text offset is the position of a token in the joined names of all tokens, counted from `first_offset`. `width`:
+    number of entries per token, see `Piece.num_entries_by_token`.
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
@@ -62,12 +67,14 @@ def completion_logprobs(
 
 
 def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, float]]] | None]:
-    """The log-probs of a piece, and of each token the most probable ones."""
+    """Return the log-probs of a piece, and the most probable tokens at each position."""
     return [] if piece.logprobs is None else numbers(piece.logprobs), _tops(piece)
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
-    """For each token the most probable ones, best first; None if none were asked for."""
+    """Return an iterator over the positions that yields the most probable tokens at each, best first; None if the
+    request asked for none.
+    """
     if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
         return None
     rows = zip(token_ids, logprobs, strict=True)
@@ -79,18 +86,22 @@ def _tops(piece: Piece) -> Iterator[list[tuple[int, float]]] | None:
 
 
 def numbers(logprobs: np.ndarray) -> list[float]:
-    """Log-probs as JSON says them."""
+    """Return log-probs as numbers for JSON, with `NEVER` for -inf."""
     return [NEVER if logprob == -inf else logprob for logprob in logprobs.tolist()]
 
 
 def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:
-    """The estimated bytes of `chat_logprobs` for a token. `num_top`: None: nothing is told."""
+    """Return the estimated size of `chat_logprobs` per token, in bytes. `num_top`: number of most probable tokens; None
+    means no log-probs at all.
+    """
     entry = 36 + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
     return 0 if num_top is None else 20 + (1 + num_top) * entry
 
 
 def completion_logprobs_bytes(num_top: int | None) -> int:
-    """The estimated bytes of `completion_logprobs` for a token. `num_top`: None: nothing is told."""
+    """Return the estimated size of `completion_logprobs` per token, in bytes. `num_top`: number of most probable
+    tokens; None means no log-probs at all.
+    """
     entry = TokenBytes.TEXT + TokenBytes.NUMBER + 4
     return 0 if num_top is None else entry + TokenBytes.ID + (num_top + 1) * entry * (num_top > 0)
 
@@ -102,7 +113,9 @@ def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:
 def _by_name(
     tops: list[tuple[int, float]] | None, token_id: int, logprob: float | None, name: TokenName
 ) -> dict[str, float] | None:
-    """Of tokens with one name the most probable."""
+    """Return the log-probs of the most probable tokens and of the drawn one by name. If several tokens have the same
+    name, the most probable one counts.
+    """
     if tops is None or logprob is None:
         return None
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The model that is served, as requests see it: its name, its limits, its texts, and the worker behind it."""
+"""The served model, as requests see it: its name, its limits, its tokenizer, and the worker that computes it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from .errors import HttpError
 from .texts import Texts
 
 _LEAST_LONGEST_TOKEN = 16
-"""Tokenizers may drop spaces or join characters, so a token can stand for more text than the longest one has."""
+"""Lower bound for the longest token, in characters. Tokenizers may drop spaces or join characters, so a token can stand
+for more text than the longest token of the vocabulary has.
+"""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970.
-    `max_prompts`: of a request, as many as the worker would queue. `max_text_chars`, `max_answer_bytes`: see
-    `HttpConfig`. `salted`: turns the parameters that a request asks for into those that it is computed with.
+    """The served model.
+
+    `name`: the name that clients use. `max_prompts`: maximum number of prompts of a request, which is the worker's
+    `max_queued_requests`. `created`: when this front end began to serve the model, in seconds since 1970.
+    `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the parameters of
+    a request.
     """
 
     client: AsyncRolloutClient
@@ -41,7 +46,7 @@ class ServedModel:
 
     @property
     def max_prompt_chars(self) -> int:
-        """No text of more characters fits the context, even if it consists of the longest tokens."""
+        """Maximum number of characters that can fit the context, if a text consists of the longest tokens."""
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     def check_name(self, name: str | None) -> None:
@@ -49,36 +54,34 @@ class ServedModel:
         if name is not None and name != self.name:
             raise HttpError(
                 404,
-                f"model: expected {self.name!r}, the one that is served, found {brief(name)}; correct it",
+                f"model: {brief(name)} is not served; the served model is {self.name!r}",
                 field="model",
                 value=name,
                 code="model_not_found",
             )
 
     def check_count(self, num_prompts: int) -> None:
-        """Raise InvalidRequestError for more prompts than the worker would ever take together."""
+        """Raise InvalidRequestError if a request has more prompts than the worker's queue can hold."""
         if num_prompts > self.max_prompts:
             raise InvalidRequestError(
-                f"prompt: expected at most {self.max_prompts} prompts, the worker's max_queued_requests, found "
-                f"{num_prompts}; send several requests",
+                f"prompt: {num_prompts} prompts are too many (limit {self.max_prompts}, the worker's "
+                "max_queued_requests); send several requests",
                 field="prompt",
                 value=num_prompts,
                 limit=self.max_prompts,
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
-        """Raise an error that names the field for a prompt without tokens, and for one that does not fit with its new
-        tokens.
-        """
+        """Raise an error about `field` if a prompt has no tokens, or does not fit the context with its new tokens."""
         if not prompts or not all(prompts):
-            text = "prompt: expected at least one token in each, found none; give some text"
+            text = "prompt: each prompt needs at least one token; give some text"
             raise InvalidRequestError(text, field=field, value=0, limit=1)
         longest = max(map(len, prompts))
         if (most := longest + (max_tokens or 1)) > self.max_model_len:
             raise HttpError(
                 400,
-                f"prompt: expected at most {self.max_model_len} tokens, the model's maximum context length, in prompt "
-                f"and completion together, found {longest} + {max_tokens or 1}; shorten one of them",
+                f"prompt: {longest} prompt tokens and {max_tokens or 1} new tokens exceed the model's maximum context "
+                f"length ({self.max_model_len}); shorten the prompt or lower max_tokens",
                 field=field,
                 value=most,
                 limit=self.max_model_len,
@@ -86,11 +89,11 @@ class ServedModel:
             )
 
     def check_texts(self, texts: Sequence[str], fits_context: bool = True) -> None:
-        """Raise HttpError for texts that are too long together, and for one that cannot fit the context."""
+        """Raise HttpError if the texts are too long together or, with `fits_context`, if one cannot fit the context."""
         self._check_chars("prompt", sum(map(len, texts)), max(map(len, texts), default=0) if fits_context else 0)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a prompt. Raise HttpError if it is longer than the context."""
+        """Return the token ids of a prompt. Raise HttpError if it is longer than the context."""
         try:
             return await self.texts.encode(text, add_special_tokens, self.max_model_len)
         except TooMany as error:
@@ -99,8 +102,8 @@ class ServedModel:
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
     ) -> list[int]:
-        """The tokens of a conversation. Raise HttpError if there are more than `most`; if its characters show that
-        already, before it is rendered.
+        """Return the token ids of a conversation. Raise HttpError if there are more than `most`. If its number of
+        characters already shows that, the error is raised before the template is rendered.
         """
         count = num_chars((messages, arguments))
         self._check_chars("messages", count, 0 if most is None else count)
@@ -113,7 +116,9 @@ class ServedModel:
             raise self._too_long("messages", error) from None
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
-        """`total`: of all texts; `longest`: of the longest of those that must fit the context."""
+        """Raise HttpError if a text is too long. `total`: number of characters of all texts. `longest`: number of
+        characters of the longest text that must fit the context.
+        """
         if longest > self.max_prompt_chars:
             raise self._too_long(field, TooMany("characters", longest))
         if total > self.max_text_chars:
@@ -122,7 +127,7 @@ class ServedModel:
     def _too_much_text(self, field: str, total: int) -> HttpError:
         return HttpError(
             400,
-            f"{field}: {total} characters are more than {self.max_text_chars}; send several requests, or raise "
+            f"{field}: {total} characters are too many (limit {self.max_text_chars}); send several requests, or raise "
             "--max-text-chars",
             field=field,
             value=total,
@@ -134,8 +139,8 @@ class ServedModel:
     def _too_long(self, field: str, found: TooMany) -> HttpError:
         return HttpError(
             400,
-            f"{field}: {found.count} {found.what} are more than fit {self.max_model_len} tokens, the model's maximum "
-            f"context length, which hold at most {self.max_prompt_chars} characters; shorten it",
+            f"{field}: {found.count} {found.what} exceed the model's maximum context length ({self.max_model_len} "
+            f"tokens, at most {self.max_prompt_chars} characters); shorten it",
             field=field,
             value=found.count,
             limit=self.max_prompt_chars if found.what == "characters" else self.max_model_len,
@@ -144,11 +149,11 @@ class ServedModel:
         )
 
     def check_answer(self, prompts: list[list[int]], params: SamplingParams, token_bytes: TokenBytes) -> None:
-        """Raise HttpError if the answer to a request that is no stream may be too long."""
+        """Raise HttpError if the answer to a request without `stream` may be too long."""
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
     async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
-        """Log-probs of given tokens, of the distribution that `params` draws from."""
+        """Return the log-probs of given tokens under the distribution that `params` draws from."""
         return await self.client.score(
             sequences,
             temperature=params.temperature,
@@ -160,9 +165,9 @@ class ServedModel:
         )
 
     def new_id(self, kind: str) -> str:
-        """An id for an answer."""
+        """Return a new id for an answer. `kind`: its prefix."""
         return f"{kind}-{new_id()}"
 
     def now(self) -> int:
-        """In seconds since 1970."""
+        """Return the time in seconds since 1970."""
         return int(time.time())

@@ -1,7 +1,8 @@
-"""`/ui`: a page that shows what the worker does, and the samples that were answered last.
+"""`/ui`: a page that shows the worker's activity and the latest samples.
 
-Its files hold no data, so they need no key; what they show comes from other paths, which do. Whatever a model writes
-goes to the page as JSON, and into it as text; besides, the page's policy lets a browser run nothing but these files.
+The files of the page contain no data, so they need no key. The page gets its data from other paths, which do need one.
+Text from a model is sent as JSON and inserted as text, never as markup. In addition, the page's Content-Security-Policy
+lets a browser run nothing but these files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FILES = {"/ui": "index.html"} | {
     f"/ui/{name}": name
     for name in ("page.css", "page.js", "base.js", "charts.js", "samples.js", "uPlot.min.css", "uPlot.iife.min.js")
 }
-"""The page's files, by their paths here."""
+"""The files of the page, by their paths on the server."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -44,24 +45,26 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 MOST_TOKENS = 2048
-"""Of one answer."""
+"""Maximum number of tokens in an answer of `/ui/tokens`."""
 SHOWN = ("n", "max_tokens", "temperature")
-"""Of the sampling parameters, beside those that differ from their defaults."""
+"""Sampling parameters that are always shown. Others are shown if they differ from their defaults."""
 PREVIEW_TOKENS = 40
 CONTEXT_TOKENS = 16
-"""Read before the first token that is told, as its text may depend on them."""
+"""Number of tokens decoded before the first returned one, because its text may depend on them."""
 
 
 class ScoreFields(Fields):
-    """Which sample to score again."""
+    """Fields of `/ui/score`. `group`: id of a group. `sample`: index of the sample to score again."""
 
     group: int
     sample: int
 
 
 class Pages:
-    """The page and its data. The role `generate` sees the samples of its user, `control` all samples. `run`: differs
-    for each front end, whose groups count from 1 again.
+    """Handlers for the page and its data. A client with the role `generate` sees its user's samples, one with `control`
+    sees all samples.
+
+    Each front end process counts groups from 1, so answers contain `run`, an id of the process.
     """
 
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
@@ -70,12 +73,14 @@ class Pages:
         self._files = {path: (FOLDER / name).read_bytes() for path, name in FILES.items()}
 
     async def file(self, request: Request) -> Response:
-        """One of the page's files."""
+        """Return one of the page's files."""
         path = request.scope["path"]
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
     async def live(self, request: Request) -> Response:
-        """Looks at the worker since `since`, in seconds since 1970, and the groups after the one of id `after`."""
+        """Return the looks at the worker after `since`, in seconds since 1970, and the groups with ids above
+        `after`.
+        """
         new = self._samples.after(_whole(request, "after"), _viewer(request))
         told = {
             "run": self._run,
@@ -88,7 +93,7 @@ class Pages:
         return _data(told)
 
     async def group(self, request: Request) -> Response:
-        """What there is to say of the group `group`, but for its tokens."""
+        """Return everything about the group `group` except its tokens."""
         group = self._group(request, _whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
@@ -99,7 +104,7 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def tokens(self, request: Request) -> Response:
-        """Tokens of the group `group` from `start` on: those of its sample `sample`, or of its prompt."""
+        """Return tokens of the group `group` from `start` on: of its sample `sample` if given, else of its prompt."""
         group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
@@ -115,12 +120,12 @@ class Pages:
         return _data(told)
 
     async def score(self, request: Request) -> Response:
-        """Score a sample again, and compare the bits."""
+        """Score a sample again, and compare the bits of its log-probs."""
         fields = checked(ScoreFields, read_json(request))
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
-            raise HttpError(400, "sample: expected one with tokens, found one without; choose another", field="sample")
+            raise HttpError(400, "sample: has no tokens to score; choose another one", field="sample")
         return _data(await while_present(request.receive, self._scored(group, sample)))
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
@@ -147,7 +152,9 @@ class Pages:
 
     def _group(self, request: Request, id: int) -> KeptGroup:
         if (found := self._samples.get(id, _viewer(request))) is None:
-            text = f"group: expected one of the last, found {brief(id)}, which gave way to others; choose another"
+            text = (
+                f"group: {brief(id)} is not among the latest groups, which are the only ones kept; choose another one"
+            )
             raise HttpError(404, text, field="group", value=id)
         return found
 
@@ -155,13 +162,13 @@ class Pages:
         for sample in group.samples:
             if sample.index == index:
                 return sample
-        text = f"sample: expected one that was kept of group {group.id}, found {brief(index)}; choose another"
+        text = f"sample: {brief(index)} is not kept for group {group.id}; choose another one"
         raise HttpError(404, text, field="sample", value=index)
 
 
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
-    """How two float32 [num_tokens] differ in their bits, from token `first` on: `num_equal`, and the first that
-    differs, with both log-probs.
+    """Compare the bits of two float32 arrays [num_tokens] from token `first` on. Return the number of equal ones as
+    `num_equal`, and the first difference as `difference`: the token's position and both log-probs, or None.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
@@ -172,19 +179,21 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """The user whose groups a request may see; None: everybody's."""
+    """Return the user if the request may see only this user's groups; None if it may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 
 
 def _further(params: SamplingParams) -> dict[str, Any]:
-    """Those that differ from their defaults, but for what is said elsewhere, or is nobody's business."""
+    """Return the parameters that differ from their defaults, except for those shown elsewhere and private ones."""
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
     return params.model_dump(exclude=hidden, exclude_defaults=True)
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Seeds are text: a number of 64 bits does not survive in a browser."""
+    """Return everything about a sample except its tokens. Seeds are strings, because JavaScript numbers lose bits of
+    64-bit integers.
+    """
     logprobs = sample.logprobs
     return {
         "index": sample.index,
@@ -204,7 +213,7 @@ def _whole(request: Request, name: str) -> int:
 
 
 def _number(request: Request, name: str) -> float:
-    """A query parameter; 0 if it is not there."""
+    """Return a query parameter as a number; 0 if it is missing. Raise HttpError if it is no number in [0, 2**53)."""
     found = request.query_params.getlist(name)
     if len(found) > 1:
         raise given_twice(name)
@@ -216,7 +225,7 @@ def _number(request: Request, name: str) -> float:
         return number
     except ValueError:
         raise HttpError(
-            400, f"{name}: expected a number from 0 on, found {brief(text)}; correct it", field=name, value=text
+            400, f"{name}: {brief(text)} is not a non-negative number; correct it", field=name, value=text
         ) from None
 
 

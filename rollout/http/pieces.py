@@ -1,6 +1,6 @@
-"""What an answer is made of: choices, each whole or in pieces, and how they are asked for.
+"""Generation for all endpoints: send a request to the worker, and turn its samples into choices, whole or in pieces.
 
-An endpoint says what it wants by a `Task` and how it is written by a `Form`; this module asks the worker.
+An endpoint describes the request by a `Task` and the format of the answer by a `Form`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from .texts import GrowingText, Texts
 from .turns import Turns
 
 DECODED_TOKENS = 4096
-"""So many tokens become text in one step: about a millisecond."""
+"""Number of tokens decoded to text in one step, about a millisecond."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of a choice and what belongs to them: all of them, or those since the piece before.
+    """A part of a choice: all of its tokens, or the tokens since the previous piece.
 
-    `position`: of the prompt. `start`: which of the sample's tokens is the first one here. `logprobs`: float32, or
-    None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `text` and the tokens need not be of the same
-    extent, as text may be kept back. `ended`: the sample, if it has ended with this piece.
+    `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
+    the first of these tokens in the sample. `text`: new text, which may lag behind the tokens. `logprobs`: float32
+    [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: the finished sample if
+    this is its last piece, else None.
     """
 
     position: int
@@ -47,25 +48,25 @@ class Piece:
 
     @property
     def num_entries_by_token(self) -> int:
-        """How many log-probs a token has."""
+        """Number of log-probs per token."""
         return 1 if self.top_token_ids is None else 1 + self.top_token_ids.shape[1]
 
 
 @dataclass
 class Usage:
-    """Of an answer. `prompt_tokens` counts each prompt once, whatever its number of samples."""
+    """Token counts of an answer. `prompt_tokens` counts each prompt once, whatever its number of samples."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
-    """By the prompt's position."""
+    """Number of cached tokens by position of the prompt."""
 
     def add(self, position: int, sample: SampleOutput) -> None:
         self.completion_tokens += len(sample.token_ids)
         self.cached_tokens[position] = max(sample.num_cached_tokens, self.cached_tokens.get(position, 0))
 
     def told(self) -> dict[str, Any]:
-        """As OpenAI tells it."""
+        """Return the counts in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -75,24 +76,27 @@ class Usage:
 
 
 class Form(Protocol):
-    """How an endpoint writes its answer."""
+    """The answer format of an endpoint."""
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        """All of it, of pieces that are whole choices."""
+        """Return the whole answer. Each piece is a whole choice."""
         ...
 
     def event(self, piece: Piece) -> dict[str, Any]:
-        """An event of a stream."""
+        """Return the event of a stream for a piece."""
         ...
 
     def last_event(self, usage: Usage) -> dict[str, Any]:
-        """The event that tells the usage."""
+        """Return the last event of a stream, with the token counts."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to ask the worker for: `AsyncRolloutClient.generate(prompts, params, seed=seed)`."""
+    """A request for the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options of its answer.
+
+    `tells_usage`: whether a stream ends with an event that has the token counts.
+    """
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -103,8 +107,10 @@ class Task:
 
 
 class Asker:
-    """Asks the worker, and keeps what it answers in `samples`. `texts` None: the answers have no text. `eos_token_ids`:
-    the model's own. `user`: who asks; None where clients have no names.
+    """Sends tasks to the worker, and keeps finished groups in `samples`.
+
+    `texts`: None if the answers have no text. `eos_token_ids`: end-of-sequence tokens of the model. `user`: the user of
+    the request; None if clients have no names.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class Asker:
         self._turns, self._user = turns, user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
-        """The answer to a task that is no stream."""
+        """Return the answer to a task that is not a stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
         for prompt, group in zip(task.prompts, groups, strict=True):
             self._samples.add(prompt, task.params, task.seed, group.samples, self._user)
@@ -135,7 +141,7 @@ class Asker:
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a task that is a stream, as they come."""
+        """Yield the events of a task that is a stream, as soon as they are ready."""
         usage = Usage(sum(map(len, task.prompts)))
         streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
@@ -179,13 +185,13 @@ class Asker:
 
 
 def check_sample(sample: SampleOutput) -> None:
-    """Raise HttpError for one that could not be finished."""
+    """Raise HttpError if the sample ended with an error."""
     if sample.finish_reason == "error":
         raise HttpError(500, f"sample {sample.index}: {sample.error}", code="sample_failed")
 
 
 def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
-    """Split a delta into deltas with as many log-probs as are written in one step."""
+    """Split a delta into deltas that are each written in one step: their log-probs number at most `STEP_ENTRIES`."""
     width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
     size = max(1, STEP_ENTRIES // width)
     for start in range(0, max(1, len(delta.token_ids)), size):
@@ -193,14 +199,17 @@ def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
 
 
 def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
-    """Its tokens [start, end)."""
+    """Return the part of a delta with its tokens [start, end)."""
     token_ids, columns = delta.token_ids[start:end], cut_columns(columns_of(delta), start, end)
     return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
 
 class _Told:
-    """What a stream has told of a choice. A sample that is begun anew, as by another worker of a fleet after the first
-    was lost, goes on from there if its tokens and log-probs are those that were told, as they are by the same weights.
+    """The tokens and log-probs of a choice that a stream has already sent.
+
+    A sample may restart from its first token, for example on another worker of a fleet after the first was lost. The
+    stream continues if the new sample has the same tokens and log-probs as those already sent; with the same weights it
+    does.
     """
 
     def __init__(self) -> None:
@@ -208,7 +217,9 @@ class _Told:
         self._logprobs: list[int] = []  # the bits
 
     def rest_of(self, delta: SampleDelta) -> SampleDelta | None:
-        """What of a piece was not told; None if all was. Raise WorkerLostError if what was told is other than that."""
+        """Return the part of a delta that was not sent yet; None if all of it was. Raise WorkerLostError if it
+        contradicts what was sent.
+        """
         tokens, logprobs = delta.token_ids, [] if delta.logprobs is None else delta.logprobs.view(np.int32).tolist()
         again, place = len(self._token_ids) - delta.start, slice(delta.start, delta.start + len(tokens))
         if again < 0 or self._token_ids[place] != tokens[:again] or self._logprobs[place] != logprobs[:again]:
@@ -220,14 +231,14 @@ class _Told:
         return _cut(delta, again, len(tokens)) if tokens[again:] else None
 
     def check_whole(self, sample: SampleOutput) -> None:
-        """Raise WorkerLostError if what was told is not the sample."""
+        """Raise WorkerLostError if the sent tokens are not those of the finished sample."""
         if sample.token_ids != self._token_ids:
             raise _void()
 
 
 def _void() -> WorkerLostError:
     return WorkerLostError(
-        "worker: it began the sample anew, with other weights, so what was sent is void; send the request again"
+        "worker restarted the sample with other weights, so the part already sent is void; send the request again"
     )
 
 
@@ -246,13 +257,15 @@ def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int
 
 
 def _end(position: int, sample: SampleOutput, text: str) -> Piece:
-    """What ends a stream: no more tokens, and why."""
+    """Return the last piece of a streamed choice: no tokens, but the finished sample."""
     return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
 
 
 def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """How a choice ended. `stop_reason`: the string or the token that did; None if it was one of the model's own.
-    `weight_versions`: of each span of tokens the version, and where it begins and ends; not there before the end.
+    """Return the fields that say how a choice ended.
+
+    `stop_reason`: the stop string or stop token that ended it; None for an end-of-sequence token of the model.
+    `weight_versions`: version, start and end of each span of tokens; missing until the choice has ended.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
@@ -265,5 +278,5 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
-    """`[version, start, end]` of each span of tokens."""
+    """Return `[version, start, end]` for each span of tokens."""
     return [[span.version, span.start, span.end] for span in spans]

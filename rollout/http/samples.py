@@ -1,7 +1,7 @@
-"""The groups that this front end answered last, for the page at `/ui`.
+"""The latest groups that this front end answered, for the page at `/ui`.
 
-Owns: their tokens and log-probs, as arrays. Promises that there are never more than `MOST_GROUPS` groups and
-`MOST_BYTES` bytes, however long prompts and samples are: the oldest groups give way.
+Owns: their tokens and log-probs, as arrays. Promises to keep at most `MOST_GROUPS` groups and `MOST_BYTES` bytes,
+however long prompts and samples are, by evicting the oldest groups.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from ...engine.request import SampleOutput, SamplingParams, WeightSpan
 MOST_GROUPS = 300
 MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
-"""Of one group: as many of its samples as fit are kept."""
+"""Maximum size of one group. As many of its samples as fit are kept."""
 OBJECT_BYTES = 2048
-"""More than what a sample or a group takes beside its arrays."""
+"""Upper bound on the memory of a sample or a group without its arrays."""
 _MOST_TEXT = 500
 
 
 @dataclass(frozen=True)
 class KeptSample:
-    """`token_ids`: int32. For the rest see `SampleOutput`."""
+    """A kept sample. `token_ids`: int32 [num_tokens]. `logprobs`: float32 [num_tokens], or None. For the rest see
+    `SampleOutput`.
+    """
 
     index: int
     token_ids: np.ndarray
@@ -39,15 +41,17 @@ class KeptSample:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Size in memory."""
         return OBJECT_BYTES + self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
 
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """`id` counts from 1. `seconds`: since 1970, when it was there. `prompt`: int32. `params`: without stop strings and
-    tokens. `seed`: of its request. `samples`: those that finished and fit. `user`: whose request it was; None where
-    clients have no names.
+    """A kept group.
+
+    `id`: counts from 1. `seconds`: when the group finished, in seconds since 1970. `prompt`: int32 [num_tokens].
+    `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of the request. `samples`: the
+    samples that fit. `user`: the user of the request; None if clients have no names.
     """
 
     id: int
@@ -60,12 +64,12 @@ class KeptGroup:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Size in memory."""
         return OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
 
 
 class SampleLog:
-    """The last groups. `num_bytes`: what they take together."""
+    """The latest groups. `num_bytes`: their total size."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -74,7 +78,7 @@ class SampleLog:
 
     @property
     def first_id(self) -> int:
-        """The oldest group's; that of the next one if there is none."""
+        """Id of the oldest kept group; if there is none, the id that the next group will get."""
         return next(iter(self._groups), self._last_id + 1)
 
     def add(
@@ -85,7 +89,7 @@ class SampleLog:
         samples: Iterable[SampleOutput],
         user: str | None = None,
     ) -> None:
-        """Keep what was answered, if its prompt fits, and let the oldest go."""
+        """Keep a finished group and evict the oldest ones. The group is not kept if not even one sample fits."""
         tokens = np.array(prompt, np.int32)
         kept = _fitting(
             sorted(samples, key=lambda sample: sample.index), MOST_GROUP_BYTES - OBJECT_BYTES - tokens.nbytes
@@ -101,12 +105,14 @@ class SampleLog:
             self.num_bytes -= self._groups.pop(self.first_id).num_bytes
 
     def get(self, id: int, user: str | None = None) -> KeptGroup | None:
-        """The group of that id, if it is still there and is `user`'s; None: anybody's."""
+        """Return the group with this id; None if it was evicted or belongs to another user. With `user` None, the group
+        of any user is returned.
+        """
         group = self._groups.get(id)
         return group if group is None or user in (None, group.user) else None
 
     def after(self, id: int, user: str | None = None) -> list[KeptGroup]:
-        """The groups of `user` that came after that one, oldest first; None: those of everybody."""
+        """Return the groups of `user` with larger ids, oldest first; with `user` None, those of all users."""
         return [group for group in self._groups.values() if group.id > id and user in (None, group.user)]
 
 

@@ -1,8 +1,8 @@
-"""`trueroll http`: a process that answers HTTP with what a worker or a fleet computes.
+"""`trueroll http`: the process of the front end for a worker or a fleet.
 
-Owns: the listening socket, and the client of either. Promises: it listens before it says that it is ready, ends
-with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
-If it is killed itself, the worker ends its requests.
+Owns: the listening socket, and the client of the worker or the fleet. Promises: it listens before it reports that it is
+ready. When told to end, it lets open requests finish for up to `drain_seconds` and cuts the rest. It outlives the
+worker and serves a new one at the same address. If the front end itself is killed, the worker ends its requests.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's `mallopt`."""
 LARGE_BLOCK = 2**18
-"""In bytes."""
+"""Blocks of this many bytes or more are mapped one by one."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
-"""Without any sign of life from the worker, while requests wait, mean that it is lost."""
+"""A worker counts as lost if requests are pending and it sends no sign of life for this long."""
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Callable[[str, str], None]) -> None:
-    """Run in the main thread of this process until SIGTERM or SIGINT. `keys`: `server_public_key` and `client_key` for
-    the worker. `on_ready` gets the URL and the model's name.
+    """Run the front end until SIGTERM or SIGINT. Call it in the main thread, as only that one gets signals. `keys`:
+    `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
 
-    Raise ConfigError for settings that cannot work, WorkerLostError if there is no worker, ModelError for a model
-    without a tokenizer.
+    Raise ConfigError if the settings cannot work, WorkerLostError if there is no worker, and ModelError if the model
+    has no tokenizer.
     """
     clients = clients_of(config)
     members = membership_of(config.address).members()
@@ -61,7 +61,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:
-        gc.freeze()  # a collection that walks through all of transformers would hold up every request
+        gc.freeze()  # otherwise garbage collections would traverse all of transformers and delay every request
         on_ready(url, name)
 
     _map_large_blocks()
@@ -70,10 +70,10 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
 
 def _map_large_blocks() -> None:
-    """Have glibc map large blocks one by one, so that the memory of a body goes back to the system when it is freed. By
-    itself glibc stops doing so once it has freed a few, and long bodies leave hundreds of megabytes behind.
+    """Make glibc map large blocks one by one, so that the memory of a body returns to the system when it is freed. By
+    default glibc stops mapping blocks after it has freed a few, and long bodies leave hundreds of megabytes allocated.
     """
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # other libraries have none
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has it
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
@@ -84,7 +84,7 @@ async def run(
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> None:
-    """Answer what comes to `listener`, until told to end. For the rest see `serve`."""
+    """Answer the requests that arrive at `listener`, until a signal ends it. For the rest see `serve`."""
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
@@ -106,7 +106,7 @@ async def run(
 async def _answer(
     listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests finish, or cut them at a second SIGINT."""
+    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; a further SIGINT cuts them."""
     told = asyncio.Event()
 
     def end(hurries: bool) -> None:
@@ -120,7 +120,7 @@ async def _answer(
             with Acceptor(listener, connections):
                 on_ready()
                 await told.wait()
-            listener.close()  # so that new clients are refused at once
+            listener.close()  # the kernel refuses new clients from here on
             seconds = config.drain_seconds
         finally:
             await connections.end(seconds)
@@ -128,7 +128,9 @@ async def _answer(
 
 @contextmanager
 def _signals(end: Callable[[bool], None]) -> Iterator[None]:
-    """Call `end` for SIGTERM and, with True, for SIGINT. Only a main thread gets signals."""
+    """Context manager that calls `end(False)` at SIGTERM and `end(True)` at SIGINT. It does nothing outside the main
+    thread, which alone gets signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,7 +145,7 @@ def _signals(end: Callable[[bool], None]) -> Iterator[None]:
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
-    """What the worker serves, once it has loaded it."""
+    """Wait until the worker has loaded its model, and return the model."""
     while (health := await client.health()).engine is None:
         await asyncio.sleep(LOOK_SECONDS)
     engine = health.engine
@@ -161,7 +163,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
 
 
 def listen(config: HttpConfig) -> socket.socket:
-    """A socket that listens where it should. Raise ConfigError if it cannot."""
+    """Return a socket that listens on the host and port of the settings. Raise ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
-"""Text of the front end: tokenizing in processes of its own, and the text of samples as they grow.
+"""Text of the front end: tokenize in separate processes, and decode samples while they grow.
 
-Promises that only long texts wait for long texts, and that work on a text whose client has gone is not begun, or is
-given up.
+Promises that short texts never wait behind long ones, and that work on a text is dropped or given up once the client of
+the text has disconnected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from ..text import ANY, IsAbandoned, TextModel, is_long
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16
 _MANY_TOKENS = 2**12
-"""More tokens than this are decoded in another process."""
+"""A larger number of tokens is decoded in another process."""
 
 
 class Texts:
-    """A model's tokenizer and chat template. `longest_token`: in characters."""
+    """A model's tokenizer and chat template. `longest_token`: length of the longest token in characters. `token`:
+    returns the text of a token, cached.
+    """
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
@@ -37,19 +39,21 @@ class Texts:
 
     @property
     def chat_template(self) -> str:
-        """Its text; empty if the model has none, or several."""
+        """The text of the chat template; empty if the model has none or several."""
         return self._model.chat_template or ""
 
     async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
-        """The token ids of a text. Raise TooMany for more than `most`."""
+        """Return the token ids of a text. Raise TooMany if there are more than `most`."""
         return await self._run(is_long(len(text)), partial(self._model.encode, text, add_special_tokens, most))
 
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], num_chars: int, most_chars: int, most: int
     ) -> list[int]:
-        """The token ids of a conversation of `num_chars` characters, with `arguments` of the chat template. Raise
-        InvalidRequestError if that does not take it, TooMany for a text of more than `most_chars` characters or `most`
-        tokens.
+        """Return the token ids of a conversation of `num_chars` characters. `arguments`: arguments of the chat
+        template.
+
+        Raise InvalidRequestError if the template rejects the conversation, and TooMany if the rendered text has more
+        than `most_chars` characters or `most` tokens.
         """
         work = partial(self._model.encode_conversation, messages, arguments, most_chars, most)
         try:
@@ -58,21 +62,23 @@ class Texts:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
 
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of tokens, however many."""
+        """Return the text of any number of tokens, without blocking the event loop."""
         if len(token_ids) > _MANY_TOKENS:
             return await self._run(True, partial(self._model.decode_long, token_ids, skip_special_tokens))
         return self.decode(token_ids, skip_special_tokens)
 
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each token adds: nothing for one within a character, whose last one brings all of it."""
+        """Return the text that each token adds. If several tokens form one character, the last one gets the character,
+        and the others get empty strings.
+        """
         return await self._run(True, partial(self._by_token, token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of some tokens."""
+        """Return the text of tokens. Blocks; for many tokens use `decode_long`."""
         return self._model.decode(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """What makes text of tokens that come one by one."""
+        """Return a decoder for tokens that arrive one by one."""
 
         def decode(token_ids: list[int]) -> str:
             if len(token_ids) == 1:  # half of all calls
@@ -82,7 +88,7 @@ class Texts:
         return Detokenizer(decode, partial(self._model.is_silent, skip_special_tokens=skip_special_tokens))
 
     def close(self) -> None:
-        """Let the threads end, and the processes."""
+        """End the threads and the processes."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         self._model.close()
@@ -95,8 +101,9 @@ class Texts:
         return self._model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
-        """Return what `work` returns. It is called with `is_abandoned`, on the thread for long texts or on the other
-        one. If this is cancelled, the work is not begun, or is given up.
+        """Run `work` on the thread for long or for short texts, and return its result. `work` gets the argument
+        `is_abandoned`, a function that returns whether to give up. If this coroutine is cancelled, the work is not
+        started, or gives up.
         """
         abandoned, waiting = threading.Event(), [work]
         try:
@@ -104,14 +111,14 @@ class Texts:
             return await asyncio.wrap_future(running)
         finally:
             abandoned.set()
-            waiting.clear()  # the pool keeps what was cancelled until its turn comes
+            waiting.clear()  # the pool keeps a cancelled call until its turn, but need not keep the text
 
 
 class GrowingText:
-    """The text of one sample: without the token that ended it, and up to the stop string that did.
+    """The text of one sample while it grows. It ends before the stop token or the stop string that ends the sample.
 
-    What is returned makes, put together, the text of all tokens, as far as a `Detokenizer` promises that. Of the end so
-    much is kept back as may be the beginning of a stop string or of a character, or a token of `stop_token_ids`.
+    The returned parts, joined, are the text of all tokens, to the extent that `Detokenizer` promises. A part is
+    withheld while it may be the beginning of a stop string or of a character, or if it is a token of `stop_token_ids`.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class GrowingText:
         self._num_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain with these tokens, however many came at once."""
+        """Add any number of tokens. Return the new text that is certain."""
         return "".join([self._add(token_id) for token_id in token_ids])
 
     def _add(self, token_id: int) -> str:
@@ -139,7 +146,7 @@ class GrowingText:
         return self._tell(min(ends))
 
     def finish(self, sample: SampleOutput) -> str:
-        """The rest of the text of the whole sample."""
+        """Return the rest of the text, given the whole sample."""
         token_ids, stop = sample.token_ids, sample.stop_reason
         text = self._decode(token_ids[:-1] if isinstance(stop, int) else token_ids)
         if isinstance(stop, str):
@@ -150,14 +157,16 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """The whole text, where the decoder has changed what was told of it."""
+        """Return the whole text as an extension of the returned parts. Used if decoding the whole sample contradicts
+        them.
+        """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
         at = text.find(stop, self._num_told) if isinstance(stop, str) else -1
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Before the stop string whose last character came with the last token."""
+        """Return the text before the stop string. The last token completes the stop string."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]

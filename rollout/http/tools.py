@@ -1,7 +1,7 @@
-"""Calls of tools in a model's text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+"""Tool calls in the text of a model: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
-So the chat templates of many models ask for it (Hermes, Qwen2.5, Qwen3). Of a model whose template asks for something
-else all text is content.
+The chat templates of many models (Hermes, Qwen2.5, Qwen3) ask for this format. For models with other templates, all
+text is content.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolText:
-    """Parts the growing text of a sample into content and calls: what does not read as calls is content."""
+    """Splits the growing text of a sample into content and tool calls. Text that is no valid tool call is content."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """The content that is certain with this text."""
+        """Add text. Return the new content that is certain."""
         self._held += text
         end = self._held.find(BEGIN)
         if end < 0:
@@ -30,18 +30,18 @@ class ToolText:
         return content
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls."""
+        """Return the rest of the content, and the tool calls."""
         calls = _calls(self._held)
         return ("", calls) if calls else (self._held, [])
 
 
 def _overlap(text: str) -> int:
-    """How much of the end of a text may be the beginning of a call."""
+    """Return how many characters at the end of a text may be the beginning of a tool call."""
     return next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    """The calls that a text consists of; none if anything else is in it."""
+    """Return the tool calls in a text that begins with one; an empty list if it contains anything else."""
     calls: list[dict[str, Any]] = []
     for part in text.split(BEGIN)[1:]:
         call, end, rest = part.partition(END)
@@ -56,7 +56,7 @@ def _call(text: str, index: int) -> dict[str, Any] | None:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
         told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + told).encode()  # JSON can say half a character, which nobody can send back
+        (name + told).encode()  # raises for a lone surrogate, which JSON permits and UTF-8 does not
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -1,4 +1,4 @@
-"""Turns on the event loop, for long answers, which are made and written in steps."""
+"""Turns on the event loop for long answers, which are produced and written in steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 
 
 class Turns:
-    """Lets long answers be written one step at a time, in turn, with everything else in between."""
+    """Schedules the steps of all long answers: one at a time, in turn, with other work in between."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait until everything else, and everything that waits here already, has had a turn."""
+        """Wait until all other work, and every caller that already waits here, has had a turn."""
         async with self._lock:
             await asyncio.sleep(0)

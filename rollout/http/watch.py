@@ -1,8 +1,8 @@
-"""What the worker did, looked at once a second: for the page at `/ui`, and for `/health` while the worker is slow.
+"""Poll the worker once a second: for the page at `/ui`, and for `/health` while the worker is slow.
 
-Owns: the looks of the last hour, of which the oldest give way, and the worker's last report. Promises that looking
-never fails: while the worker does not answer, the looks say so. A report is given only while it is recent, and not
-after the front end has changed the worker's state.
+Owns: the looks of the last hour, which are snapshots of the worker's state and counters, and its last health report.
+Promises that polling never fails: while the worker does not answer, the looks say so. A report is returned only while
+it is recent, and never if the front end has changed the worker's state since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 MOST_LOOKS = 3600
 REPORT_SECONDS = 2.0
-"""An older report says too little about the worker."""
+"""Maximum age of a report that is still returned."""
 UNREACHABLE = "unreachable"
 """The state of a worker that does not answer."""
 COUNTERS = (
@@ -31,13 +31,14 @@ COUNTERS = (
 )
 BLOCKS = ("in_use", "cached", "empty")
 COLUMNS = ("time", "state", "weight_version", "instance", "push", *BLOCKS, *COUNTERS)
-"""Of a look: seconds since 1970, what the worker's health says, the KV blocks of all pools, and what `EngineStats` says
-by the same names. All but the first two are None where the worker does not tell.
+"""The columns of a look: `time` in seconds since 1970, fields of the worker's health, the number of KV blocks of all
+pools, and counters of `EngineStats` under the same names. All but `time` and `state` are None if the worker does not
+report them.
 """
 
 
 class Watch:
-    """Looks at the worker of `client` as long as `run` does."""
+    """Polls the worker of `client` while `run` runs."""
 
     def __init__(self, client: AsyncRolloutClient) -> None:
         self._client = client
@@ -46,26 +47,24 @@ class Watch:
         self._changed_at = -math.inf
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Poll until cancelled."""
         while True:
             self._looks.append(await self._look())
             await asyncio.sleep(LOOK_SECONDS)
 
     def since(self, seconds: float) -> dict[str, list[Any]]:
-        """The looks after that time, as columns."""
+        """Return the looks after a time, in seconds since 1970, as columns."""
         looks = [look for look in self._looks if look[0] > seconds]
         return {name: [look[i] for look in looks] for i, name in enumerate(COLUMNS)}
 
     def report(self) -> tuple[protocol.Health, float] | None:
-        """What the worker said when it was last asked, and how many seconds ago that was. None if there is no report
-        that counts.
-        """
+        """Return the worker's last health report and its age in seconds; None if there is no recent one."""
         if self._report is None or (age := time.monotonic() - self._report[1]) > REPORT_SECONDS:
             return None
         return self._report[0], age
 
     def note_change(self) -> None:
-        """The worker's state may have changed: what it was asked before counts no more."""
+        """Discard the last report, and the one in flight: the worker's state may have changed."""
         self._report, self._changed_at = None, time.monotonic()
 
     async def _look(self) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""Bodies of requests and answers to them: JSON, and streams of it as server-sent events.
+"""JSON in and out: request bodies, answers, and answers streamed as server-sent events.
 
-Promises that what is read is bounded and strictly JSON, that what is written keeps every bit of a float, and that an
-answer which takes long is given up as soon as its client has gone.
+Promises that request bodies are bounded and strictly JSON, that answers keep every bit of a float, and that work on an
+answer is cancelled as soon as its client disconnects.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 
 MAX_ELEMENTS = 2**12
-"""What the elements of a body may cost on a path that takes only a few fields."""
+"""Maximum cost of the elements of a body, for paths that take only a few fields."""
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
-"""A longer body, or one whose elements may cost more, is parsed step by step."""
+"""A body with more bytes, or elements that cost more, is parsed step by step."""
 _WHOLE_BYTES = 2**20
-"""A longer answer is sent before its length is known."""
+"""A longer answer is sent in parts, before its length is known."""
 
 log = logging.getLogger(__name__)
 
 
 def read_json(request: Request) -> dict[str, Any]:
-    """The JSON object in the body of a request that has only a few fields; {} for an empty one. Raise HttpError."""
+    """Return the JSON object in the body of a request with only a few fields; {} if the body is empty. Raise HttpError
+    if the body is not valid.
+    """
     with taken_body(request.scope) as body:
         return _result(_parse(body, MAX_ELEMENTS, is_setting=False))
 
 
 class LongJson:
-    """Reads bodies that may be long: one of the long ones after the other, in steps, between which everything else has
-    its turn. `max_elements`: the setting.
+    """Parses bodies that may be long. Long bodies are parsed one at a time, in steps, and other work runs in between.
+    `max_elements`: the setting `max_body_elements`.
     """
 
     def __init__(self, max_elements: int) -> None:
@@ -57,8 +59,8 @@ class LongJson:
         self._lock = asyncio.Lock()
 
     async def read(self, request: Request) -> dict[str, Any]:
-        """The JSON object in a body; {} for an empty one. Raise HttpError, and Gone if the client leaves while its body
-        waits.
+        """Return the JSON object in a body; {} if the body is empty. Raise HttpError if the body is not valid, and Gone
+        if the client disconnects before it is parsed.
         """
         with taken_body(request.scope) as body:
             steps = _parse(body, self._max_elements, is_setting=True)
@@ -77,7 +79,7 @@ class LongJson:
 
 
 def _result(steps: Steps) -> dict[str, Any]:
-    """What is returned after all steps."""
+    """Run all steps, and return their result."""
     try:
         while True:
             next(steps)
@@ -86,49 +88,51 @@ def _result(steps: Steps) -> dict[str, Any]:
 
 
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
-    """Return the JSON object in a body. Yields between steps. No step takes long, since elements are counted first."""
+    """Return the JSON object in a body. Yields between steps. Elements are counted first, so no step takes long."""
     if not body:
         return {}
     yield from check_elements(body, max_elements, is_setting)
     try:
         text = body.decode()
-        body.clear()  # so that a long one is held once
+        body.clear()  # so that a long body is in memory only once
         yield
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
         if "\\ud" in text or "\\uD" in text:
             for string in strings_in(content):
-                string.encode()  # raises for half a character, which no tokenizer takes
+                string.encode()  # raises for a lone surrogate, which no tokenizer accepts
             yield
     except (ValueError, RecursionError) as error:
-        cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
-        raise HttpError(400, f"body: expected JSON in UTF-8, found {cause}; correct it", code="invalid_json") from None
+        cause = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
+        raise HttpError(400, f"body: not valid JSON in UTF-8 ({cause}); correct it", code="invalid_json") from None
     if not isinstance(content, dict):
-        raise HttpError(400, f"body: expected a JSON object, found {brief(content)}; correct it", code="invalid_json")
+        raise HttpError(400, f"body: {brief(content)} is not a JSON object; correct it", code="invalid_json")
     return content
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members. Raise ValueError for a name that comes twice: parsers differ in which value they take."""
+    """Return an object's members. Raise ValueError if a name occurs twice, as parsers differ in which value they
+    take.
+    """
     found = dict(members)
     if len(found) != len(members):
         name = next(name for name, count in Counter(name for name, _ in members).items() if count > 1)
-        raise ValueError(f"the name {brief(name)} twice in one object")
+        raise ValueError(f"the name {brief(name)} occurs twice in one object")
     return found
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """A response with JSON."""
+    """Return a response with JSON."""
     return Response(encoded(content), status, media_type="application/json")
 
 
 async def long_answer(content: Any, turns: Turns) -> Response:
-    """A response with JSON that may be long. A short one has a `Content-Length`; a long one is sent in parts, each of
-    which is made when the client has taken the parts before.
+    """Return a response with JSON that may be long. A short response has a `Content-Length`. A long one is sent in
+    parts; each part is produced after the client has taken the previous ones.
     """
     parts = encoded_in_parts(content, turns)
     begun, num_bytes = [], 0
@@ -140,7 +144,7 @@ async def long_answer(content: Any, turns: Turns) -> Response:
 
 
 class _InParts(Response):
-    """The parts `begun`, and then those that follow."""
+    """A response in parts: first `begun`, then `parts`."""
 
     media_type = "application/json"
 
@@ -164,13 +168,13 @@ class _InParts(Response):
 
 
 def error_answer(error: HttpError) -> Response:
-    """A response that tells of an error."""
+    """Return the response for an error."""
     return Response(encoded(error_body(error)), error.status, error.headers, media_type="application/json")
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone. The body must have
-    been read.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone. The request's body
+    must have been read before.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -191,7 +195,7 @@ async def _disconnect(receive: Receive) -> None:
 
 async def event_stream(receive: Receive, events: Events) -> Response:
     """Wait for the first event, and return a response of server-sent events. An error before the first event is raised,
-    so that it has its own HTTP status.
+    so the response can have the error's HTTP status.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
@@ -202,7 +206,7 @@ async def event_stream(receive: Receive, events: Events) -> Response:
 
 
 class _EventStream(Response):
-    """A stream of server-sent events. After an error the last event tells of it, and no `[DONE]` follows."""
+    """A stream of server-sent events. If it fails, the last event is the error, and no `[DONE]` follows."""
 
     media_type = "text/event-stream"
 
@@ -226,7 +230,7 @@ class _EventStream(Response):
         except Exception as error:
             told = as_http_error(error)
             if told.status == 500:
-                log.error("a stream broke off", exc_info=error)
+                log.error("a stream failed", exc_info=error)
             await send(_event(encoded(error_body(told))))
         await send({"type": "http.response.body", "body": b""})
 

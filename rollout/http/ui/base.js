@@ -1,15 +1,15 @@
-// What all of the page uses: making elements, and asking the server, with its key if it has one.
+// Shared by the whole page: create elements, and send requests to the server, with the API key if it needs one.
 const KEY = "trueroll-key";
 export const get = (id) => document.getElementById(id);
 
-// An element. Children are text or elements: nothing is ever read as markup.
+// Create an element. Children are text or elements; text is never parsed as markup.
 export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
 }
 
-// A time of the day; `seconds` since 1970.
+// Format a time of day. `seconds`: since 1970.
 export function clock(seconds) {
   return new Date(1000 * seconds).toLocaleTimeString("en-GB");
 }
@@ -34,9 +34,9 @@ let asking = null;
 
 function askKey(wasWrong) {
   asking ??= new Promise((resolve) => {
-    get("wrong").textContent = wasWrong ? "That was not the key of this server." : "";
+    get("wrong").textContent = wasWrong ? "This is not the key of this server." : "";
     get("ask").showModal();
-    get("ask").oncancel = (event) => event.preventDefault(); // nothing can be shown without it
+    get("ask").oncancel = (event) => event.preventDefault(); // the page has nothing to show without a key
     get("ask").querySelector("form").onsubmit = (event) => {
       event.preventDefault();
       sessionStorage.setItem(KEY, get("key").value.trim());

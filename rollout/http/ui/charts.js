@@ -1,16 +1,17 @@
-// Charts of what the worker does, with the pushes of weights as marks, and the same events as a list.
+// Charts of the worker's activity, with weight pushes as marks, and a list of the same events.
 import { clock, make } from "./base.js";
 
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
 const MOST_EVENTS = 50;
 const LEAST_SECONDS = 60;
-const FINE = new Set(["ready", "updating"]); // while it takes weights it goes on; the new version is what counts
+const FINE = new Set(["ready", "updating"]); // a worker generates while it receives weights, so this is no event
 const count = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const minute = (seconds) => clock(seconds).slice(0, 5);
 const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
 
-// The growth of counters since `seconds` before look i; null if the worker was another one, or did not answer.
+// Return the growth of counters since `seconds` before look i, and the time between, in seconds; null if there was another
+// worker then, or if it did not answer.
 function growth(looks, i, seconds, ...names) {
   let j = i - 1;
   while (j > 0 && looks[i].time - looks[j].time < seconds) j--;
@@ -49,13 +50,13 @@ const CHARTS = [
   { title: "Prefix hits", format: percent, most: 1, series: [[`of prompt tokens, ${HIT_SECONDS} s`, hitRate]] },
 ];
 
-// What changed between two looks that follow one another.
+// Return the changes between two consecutive looks.
 function changes(before, now) {
   const found = [];
   if (before.state !== now.state && !(FINE.has(before.state) && FINE.has(now.state)))
     found.push({ text: `${before.state} → ${now.state}` });
   if (now.instance !== null && before.known !== undefined && before.known !== now.instance)
-    found.push({ text: "another worker", mark: "new" });
+    found.push({ text: "new worker", mark: "new" });
   if (now.weight_version !== null && before.version !== undefined && before.version !== now.weight_version)
     found.push({ text: `weights ${before.version} → ${now.weight_version}`, mark: `${now.weight_version}` });
   return found;
@@ -72,7 +73,7 @@ function eventsOf(looks) {
   return events;
 }
 
-// [from, to] of each time in which the worker was not ready.
+// Return [from, to] for each period in which the worker was not ready.
 function gaps(looks) {
   const found = [];
   for (let i = 0; i < looks.length; i++) {
@@ -158,7 +159,7 @@ export class Charts {
     if (!told.length) this.list.append(make("li", { className: "dim" }, "none yet"));
   }
 
-  // The values where the cursor is, otherwise the last ones.
+  // Show the values at the cursor, or the last ones if there is no cursor.
   say({ spec, plot, values }) {
     const [times, ...columns] = plot?.data ?? [[]];
     const at = plot?.cursor.idx ?? times.length - 1;
@@ -190,7 +191,7 @@ export class Charts {
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);
       ctx.stroke();
-      if (left < free) continue; // no room for its name
+      if (left < free) continue; // no room for the label
       ctx.fillText(mark, left + 3 * devicePixelRatio, bbox.top);
       free = left + ctx.measureText(mark).width + 6 * devicePixelRatio;
     }

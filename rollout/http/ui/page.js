@@ -1,4 +1,4 @@
-// Asks the server once a second, and hands on what is new; the line at the top.
+// Poll the server once a second, pass new data to the charts and the samples, and keep the top line up to date.
 import { ask, get } from "./base.js";
 import { Charts } from "./charts.js";
 import { Samples } from "./samples.js";
@@ -11,13 +11,13 @@ const charts = new Charts(get("charts"), get("events"));
 const samples = new Samples(get("groups"), get("group"), get("legend"));
 let run = null;
 
-// Not if it is there already: a screen reader would say it again.
+// Set a text only if it differs: a screen reader would read an unchanged text again.
 function say(id, text) {
   if (get(id).textContent !== text) get(id).textContent = text;
 }
 
 function take(told) {
-  if (run !== null && run !== told.run) location.reload(); // another front end: its groups count from 1 again
+  if (run !== null && run !== told.run) location.reload(); // the server has restarted, so its groups count from 1 again
   run = told.run;
   const { time } = told.looks;
   for (let i = 0; i < time.length; i++) {
@@ -27,7 +27,7 @@ function take(told) {
   say("model", told.model);
   const last = looks.at(-1);
   if (last) {
-    say("state", last.push === null ? last.state : `${last.state}, takes weights ${last.push}`);
+    say("state", last.push === null ? last.state : `${last.state}, receiving weights ${last.push}`);
     get("state").dataset.state = last.state;
     say("weights", last.weight_version === null ? "" : `weights ${last.weight_version}`);
   }

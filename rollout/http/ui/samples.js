@@ -1,9 +1,9 @@
-// The groups that were answered last: prompt and samples, token by token, and whether scoring gives the same bits.
+// The latest groups: prompt and samples, token by token, and whether scoring them again gives the same bits.
 import { ask, clock, make } from "./base.js";
 
-// A token is shaded by the first of these that its probability reaches.
+// Lower bounds of probability. A token gets the shade of the first bound that its probability reaches.
 const SHADES = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 0];
-// Characters that show nothing, or change the order of what is around them.
+// Invisible characters, and characters that change the direction of the text around them.
 const HIDDEN = new RegExp(
   "[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e" +
     "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]", "gu",
@@ -12,7 +12,7 @@ const PREVIEW = 70;
 const number = (value) => value.toLocaleString("en");
 const plural = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
 
-// The shortest digits that give the same float32.
+// Return the shortest decimal that parses to the same float32.
 function exact(value) {
   let digits = 1;
   while (digits < 9 && Math.fround(value.toPrecision(digits)) !== value) digits++;
@@ -31,7 +31,7 @@ function shade(logprob) {
   return `p${SHADES.findIndex((least) => Math.exp(logprob) >= least)}`;
 }
 
-// The versions in their order, each once.
+// Return the distinct versions in order.
 const versionsOf = (spans) => [...new Set(spans.map(([version]) => version))].join(" → ");
 
 export class Samples {
@@ -69,7 +69,7 @@ export class Samples {
     const end = text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text;
     const preview = make("bdi", { className: "preview" }, visible(end));
     const told = make("span", { className: "dim" }, facts.join(" · "));
-    const button = make("button", { type: "button", tabIndex: -1 }, top, preview, told); // the arrow keys lead there
+    const button = make("button", { type: "button", tabIndex: -1 }, top, preview, told); // focused with the arrow keys
     button.onclick = async () => {
       await this.choose(group.id, button);
       if (this.place.getBoundingClientRect().top > innerHeight / 2) this.place.scrollIntoView(); // on a phone
@@ -113,7 +113,7 @@ export class Samples {
     const prompt = new Tokens(group.id, null, group.num_prompt_tokens, "Prompt", [], cached);
     const size = `${plural(group.num_prompt_tokens, "token")}, ${number(cached)} of them cached`;
     const left = group.num_asked - group.samples.length;
-    const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "more sample")} did not fit here.`);
+    const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "more sample")} not kept.`);
     this.place.replaceChildren(
       make("div", { className: "bar" }, make("h3", {}, `Group ${group.id}`), all),
       make("p", { className: "dim facts" }, facts.join(" · ")),
@@ -124,7 +124,7 @@ export class Samples {
   }
 }
 
-// One sample of a group, and its button.
+// One sample of a group, with its button for scoring.
 class Sample {
   constructor(group, sample) {
     Object.assign(this, { group, sample });
@@ -165,10 +165,10 @@ class Sample {
     const now = versionsOf(told.weight_versions);
     if (told.logprobs) {
       this.tokens.shadeBy(told.logprobs);
-      this.say("", `The request asked for no log-probs, so no bits to compare. Shaded by those of weights ${now}.`);
+      this.say("", `Nothing to compare: the request asked for no log-probs. Tokens are shaded by weights ${now}.`);
       return;
     }
-    const beyond = told.first ? ` The first ${told.first}, which min_tokens kept from ending, are left out.` : "";
+    const beyond = told.first ? ` The first ${told.first} tokens were subject to min_tokens and are not compared.` : "";
     const where = `weights ${now}`;
     if (told.difference === null) {
       this.say("good", `✓ Same bits: ${plural(told.num_compared, "log-prob")}, ${where}.${beyond}`);
@@ -178,8 +178,8 @@ class Sample {
     this.tokens.point(at);
     const first = `Token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
     const differs = `${told.num_equal} of ${told.num_compared} have the same bits. ${first}${beyond}`;
-    if (then === now) this.say("bad", `✗ Other bits with the same ${where}: ${differs}`);
-    else this.say("changed", `Drawn by weights ${then}, scored by ${now}, so the log-probs rightly differ. ${differs}`);
+    if (then === now) this.say("bad", `✗ Different bits with the same ${where}: ${differs}`);
+    else this.say("changed", `Sampled with weights ${then}, scored with ${now}: log-probs differ as expected. ${differs}`);
   }
 
   say(kind, text) {
@@ -188,14 +188,14 @@ class Sample {
   }
 }
 
-// Tokens of a prompt or a sample, fetched part by part, and a line about the one that was pointed at.
+// Tokens of a prompt or a sample, fetched in parts, and a line with details of the selected token.
 class Tokens {
   constructor(group, sample, total, name, spans, cached) {
     Object.assign(this, { total, spans, cached, tokens: [], at: null, logprobs: null });
     this.path = `/ui/tokens?group=${group}${sample === null ? "" : `&sample=${sample}`}`;
     this.box = make("div", { className: "tokens", tabIndex: 0, dir: "auto" });
     this.box.setAttribute("role", "group");
-    this.box.setAttribute("aria-label", `${name}: its tokens; arrow keys point at one`);
+    this.box.setAttribute("aria-label", `${name}: tokens; select one with the arrow keys`);
     this.box.onclick = (event) => this.point(this.tokens.findIndex(({ span }) => span === event.target));
     this.box.onkeydown = (event) => this.move(event);
     this.about = make("p", { className: "about dim", ariaLive: "polite" });

@@ -110,12 +110,12 @@ def newest(page: Page, log: SampleLog) -> None:
 def test_the_key_is_asked_for_and_stays_in_the_tab(browser: Browser, front: Front, log: SampleLog) -> None:
     add(log, "an answer")
     page, complaints = open_page(browser, front, None)
-    field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Go on")
+    field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Continue")
     expect(page.get_by_role("dialog")).to_be_visible()
     assert page.locator("#groups li").count() == 0
     field.fill("a-wrong-key")
     button.click()
-    expect(page.locator("#wrong")).to_have_text("That was not the key of this server.")
+    expect(page.locator("#wrong")).to_have_text("This is not the key of this server.")
     field.fill(front.key)
     page.keyboard.press("Enter")
     expect(page.locator("#groups li")).to_have_count(1)
@@ -148,7 +148,7 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     expect(page.locator("#weights")).to_have_text("weights 7")
     expect(page.locator("#events li").first).to_contain_text("weights 0 → 7")
     page.get_by_role("button", name="Score sample 1 again").click()
-    expect(page.locator(".result.changed")).to_contain_text("Drawn by weights 0, scored by 7")
+    expect(page.locator(".result.changed")).to_contain_text("Sampled with weights 0, scored with 7")
     expect(page.locator(".result.good")).to_have_count(2)
 
 

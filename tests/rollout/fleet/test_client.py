@@ -1,4 +1,4 @@
-"""The clients of a fleet: one request, many workers, the same samples, each once, whatever becomes of the workers."""
+"""The clients of a fleet: each sample comes once, with the same tokens, whatever happens to the workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FIVE = PARAMS.model_copy(update=dict(seed=5))
 
 @dataclass
 class Running:
-    """Workers on threads with an engine each, and the addresses of all."""
+    """Workers on threads, each with its own engine."""
 
     engines: list[FakeEngine]
     workers: list[WorkerOnThread]
@@ -60,7 +60,7 @@ class Running:
         return [worker.address for worker in self.workers]
 
     def asked(self) -> list[int]:
-        """How many requests each has got."""
+        """Return the number of requests that each engine has got."""
         return [len(engine.requests) for engine in self.engines]
 
 
@@ -105,7 +105,7 @@ class Members:
 
 
 def assert_whole(groups: list[Group], params: SamplingParams, seeds: list[int]) -> None:
-    """Each sample there once, in order, with the tokens that the seed gives."""
+    """Check that each sample is there once, in order, with the tokens that the seed gives."""
     for group, seed in zip(groups, seeds, strict=True):
         assert [sample.index for sample in group.samples] == list(range(params.n))
         for sample in group.samples:
@@ -120,12 +120,12 @@ def seeded(count: int) -> tuple[list[SamplingParams], list[int]]:
 
 
 def nums_of(engine: FakeEngine) -> list[int]:
-    """The samples that each request wanted, all of which wanted some."""
+    """Return the number of samples of each request that the engine got; 0 for scores."""
     return [request.params.n if isinstance(request, GenerateRequest) else 0 for request in engine.requests]
 
 
 def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
-    """What it returns, or the exception, is put into the list."""
+    """Run `action` on a thread. Return the thread, and a list that gets the result or the exception."""
     found: list[Any] = []
 
     def run() -> None:
@@ -140,7 +140,7 @@ def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[
 
 
 def stop_after_a_sample(engine: FakeEngine) -> None:
-    """Let the engine add no more tokens once it has ended a sample."""
+    """Make the engine stop once it has finished a sample."""
     step = engine.step
 
     def step_once() -> list[Output]:
@@ -153,7 +153,9 @@ def stop_after_a_sample(engine: FakeEngine) -> None:
 
 
 def grown(events: list[tuple[int, SampleDelta | SampleOutput]]) -> list[int]:
-    """The tokens of the pieces of one sample, which are its own: each begins where the one before ended, or at 0."""
+    """Join the pieces of one sample, check that each begins where the previous one ended or at 0, and return the
+    tokens.
+    """
     tokens: list[int] = []
     for _, event in events:
         if isinstance(event, SampleDelta):
@@ -179,7 +181,7 @@ def test_groups_are_spread_and_stay_together(running: Running, client: FleetClie
     assert groups[0].num_prompt_tokens == 3 and groups[0].params == params[0]
 
 
-def test_the_calls_are_those_of_one_worker(running: Running, client: FleetClient) -> None:
+def test_calls_give_the_results_of_one_worker(running: Running, client: FleetClient) -> None:
     one = client.generate([[1, 2, 3]], PARAMS, seed=7, request_ids=["mine"])[0]
     streamed = {sample.index: sample for _, sample in client.stream([[1, 2, 3]], PARAMS, seed=7)}
     assert [streamed[i].token_ids for i in range(3)] == [sample.token_ids for sample in one.samples]
@@ -195,11 +197,11 @@ def test_the_calls_are_those_of_one_worker(running: Running, client: FleetClient
     assert len(whole.token_ids) == 6
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: .*found 0"):
         client.generate([[1], []], PARAMS, seed=1)
-    with pytest.raises(InvalidRequestError, match="found 'a' twice"):
+    with pytest.raises(InvalidRequestError, match="'a' comes twice"):
         client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "a"])
 
 
-def test_lifecycle_calls_and_what_is_told_are_of_all_workers(running: Running, client: FleetClient) -> None:
+def test_lifecycle_calls_and_reports_cover_all_workers(running: Running, client: FleetClient) -> None:
     assert client.pause().state == "paused" and {health.state for health in client.healths().values()} == {"paused"}
     assert client.resume().state == "ready"
     assert client.sleep().state == "asleep" and client.health().sleeping == ("weights", "kv_cache")
@@ -212,7 +214,7 @@ def test_lifecycle_calls_and_what_is_told_are_of_all_workers(running: Running, c
     assert client.health().weight_version == 3 and client.health().memory["kv_cache"] == 4000
 
 
-def test_what_a_lost_worker_had_is_asked_of_another(processes: list[WorkerProcess]) -> None:
+def test_requests_of_a_lost_worker_go_to_another(processes: list[WorkerProcess]) -> None:
     members = Members(*(process.address for process in processes))
     params, seeds = seeded(8)
     slow = [each.model_copy(update=dict(max_tokens=300)) for each in params]
@@ -240,7 +242,7 @@ def test_a_lost_worker_is_noticed_without_being_told(processes: list[WorkerProce
         assert_whole(found[0], slow[0], seeds)
 
 
-def test_of_a_group_that_was_begun_only_what_is_missing_is_asked_again(running: Running) -> None:
+def test_only_the_missing_samples_of_a_group_are_asked_for_again(running: Running) -> None:
     members = Members(*running.addresses)
     for engine in running.engines:
         stop_after_a_sample(engine)
@@ -255,12 +257,12 @@ def test_of_a_group_that_was_begun_only_what_is_missing_is_asked_again(running: 
         other.flow.set()
         thread.join()
         assert first.index == 2 and sorted(sample.index for sample in found[0]) == [0, 1, 2]
-        for sample in found[0]:  # how long one is depends on the engine's own index, of which all rest have 0
+        for sample in found[0]:  # lengths depend on the index at the engine, which is 0 for each missing sample
             assert sample.token_ids == expected_tokens(5, sample.index, 1 if sample.index == 2 else 3)
-        assert nums_of(other) == [1, 1], "each of the two that were missing"
+        assert nums_of(other) == [1, 1], "one request for each missing sample"
 
 
-def test_samples_that_an_ending_worker_cut_go_on_elsewhere(running: Running) -> None:
+def test_samples_cut_by_an_exiting_worker_go_on_elsewhere(running: Running) -> None:
     with FleetClient(running.addresses) as client:
         for engine in running.engines:
             engine.flow.clear()
@@ -272,32 +274,30 @@ def test_samples_that_an_ending_worker_cut_go_on_elsewhere(running: Running) -> 
         running.engines[1 - had].flow.set()
         thread.join()
         assert isinstance(found[0], list), found
-        for sample in found[0][
-            0
-        ].samples:  # how long one is depends on the engine's own index, of which all rest have 0
+        for sample in found[0][0].samples:  # lengths depend on the index at the engine, which is 0 for each of them
             assert sample.token_ids == expected_tokens(found[0][0].params.seed, sample.index, 6)
 
 
-def test_an_abort_ends_what_the_caller_names(running: Running, client: FleetClient) -> None:
+def test_an_abort_ends_the_named_samples(running: Running, client: FleetClient) -> None:
     for engine in running.engines:
         engine.flow.clear()
     thread, found = in_background(lambda: client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "b"]))
     wait_until(lambda: sum(running.asked()) == 2)
     assert client.abort("a", 1) == 1
     for index in (1, 3):
-        with pytest.raises(UnknownRequestError, match=f"sample {index} of request 'a', found none"):
+        with pytest.raises(UnknownRequestError, match=f"anything unfinished of sample {index} of request 'a'"):
             client.abort("a", index)
     with pytest.raises(InvalidRequestError, match="index: .* found -1"):
         client.abort("a", -1)
     assert client.abort("a") == 2 and client.abort_all() == 3
     thread.join()
     assert [[sample.finish_reason for sample in group.samples] for group in found[0]] == [["abort"] * 3] * 2
-    with pytest.raises(UnknownRequestError, match="found none"):
+    with pytest.raises(UnknownRequestError, match="no worker has anything unfinished of request 'a'"):
         client.abort("a")
     assert client.abort("a", missing_ok=True) == 0
 
 
-def test_what_no_worker_has_can_be_aborted() -> None:
+def test_requests_that_wait_for_a_worker_can_be_aborted() -> None:
     members = Members()
     with (client := FleetClient(members)):
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
@@ -314,7 +314,7 @@ def test_what_no_worker_has_can_be_aborted() -> None:
 
 def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
     members = Members()
-    with FleetClient(members, patience=0.2) as client, pytest.raises(WorkerLostError, match="found no member"):
+    with FleetClient(members, patience=0.2) as client, pytest.raises(WorkerLostError, match="within 0.2 s: no member"):
         client.generate([[1]], PARAMS, seed=1)
     with (client := FleetClient(members)):
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
@@ -324,12 +324,12 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
         assert isinstance(found[0], list)
 
 
-def test_requests_that_held_workers_reject_wait_for_one() -> None:
+def test_requests_that_paused_workers_reject_wait() -> None:
     with running_with(FakeEngine(), FakeEngine(), while_unavailable="reject") as running:
         with (client := FleetClient(running.addresses)), FleetClient(running.addresses) as holding:
             params, seeds = seeded(4)
             client.generate([[i] for i in range(4)], params)
-            holding.pause()  # as a push would: the other client does not know yet
+            holding.pause()  # as a push would do; the other client does not know it yet
             thread, found = in_background(lambda: client.generate([[i] for i in range(4)], params))
             wait_until(lambda: all(link.is_refusing for link in client._fleet._pool.links))
             wait_until(lambda: client._fleet._pool.dispatch.looks == {})
@@ -340,7 +340,7 @@ def test_requests_that_held_workers_reject_wait_for_one() -> None:
             assert_whole(found[0], PARAMS, seeds)
 
 
-def test_requests_that_all_workers_reject_are_given_up_after_patience() -> None:
+def test_requests_that_all_workers_reject_fail_after_patience() -> None:
     with running_with(FakeEngine(), while_unavailable="reject") as running:
         with FleetClient(running.addresses, patience=0.3) as client, FleetClient(running.addresses) as holding:
             client.health()
@@ -348,21 +348,21 @@ def test_requests_that_all_workers_reject_are_given_up_after_patience() -> None:
             with pytest.raises(WorkerLostError, match="paused, version 3, refuses requests"):
                 client.generate([[1]], PARAMS, seed=1)
             refusing = UnavailableError("worker: the system refused what it needs")
-            for worker in running.workers:  # whatever its health says
+            for worker in running.workers:  # although its health allows requests
                 worker.worker._book._open = _raising(refusing)  # type: ignore[method-assign]
             holding.resume()
             with pytest.raises(WorkerLostError, match=r"\(ready, version 3"):
                 client.generate([[1]], PARAMS, seed=1)
 
 
-def test_a_fault_of_the_client_itself_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_client_ends_the_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*args: object) -> None:
         raise ValueError("nobody expects this")
 
     with running_with(FakeEngine()) as running, (client := FleetClient(running.addresses)):
         client.health()
         monkeypatch.setattr(client._fleet._pool, "place", fail)
-        with pytest.raises(WorkerLostError, match="found ValueError: nobody expects this"):
+        with pytest.raises(WorkerLostError, match="internal error in the client: ValueError: nobody expects this"):
             client.generate([[1]], PARAMS, seed=1)
 
 
@@ -375,7 +375,7 @@ def _raising(error: Exception) -> Callable[[object, object], None]:
 
 @contextmanager
 def full_of(running: Running, index: int) -> Iterator[threading.Event]:
-    """A worker with as much as it takes, until the event is set."""
+    """Keep a worker full until the event is set."""
     emptied = threading.Event()
     running.engines[index].flow.clear()
     with RolloutClient(running.addresses[index]) as occupying:
@@ -425,7 +425,7 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
             full = running.asked().index(0)
             with full_of(running, full) as emptied:
                 with pytest.raises(QueueFullError):
-                    client.generate([[8]], FIVE)  # it was never taken: backpressure, as of one worker
+                    client.generate([[8]], FIVE)  # never accepted, so it gets backpressure, as from one worker
                 (request,) = client._fleet._requests._requests.values()
                 members.now = [members.now[full]]
                 wait_until(lambda: request._state.setbacks.num_losses == 1)
@@ -449,7 +449,7 @@ def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
         running.engines[0].flow.set()
 
 
-def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) -> None:
+def test_calls_with_one_prompt_count_for_the_detection_of_stragglers(running: Running) -> None:
     with (client := FleetClient(running.addresses, straggler_seconds=0.2)):
         for i in range(3):
             client.generate([[i]], PARAMS, seed=1)
@@ -461,10 +461,10 @@ def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) 
         running.engines[0].flow.set()
 
 
-def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
+def test_pieces_join_to_the_sample_whichever_worker_finishes_first(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whether the worker that was asked first has shown some, and ends."""
+    """Checked with and without pieces from the first worker, which is then lost."""
     not_shown: list[int] = []
     take = GroupState.take
 
@@ -503,13 +503,13 @@ def _repeated(count: int) -> tuple[list[SamplingParams]]:
     return (seeded(count)[0],)
 
 
-def test_workers_of_other_kinds_are_refused_unless_told_so() -> None:
+def test_workers_of_other_kinds_are_refused_unless_allowed() -> None:
     other = FakeEngine()
     other.info = replace(FakeInfo(), backend="other")
     with running_with(FakeEngine(), other) as running:
         with (
             FleetClient(running.addresses) as client,
-            pytest.raises(ConfigError, match="backend fake.*found backend other"),
+            pytest.raises(ConfigError, match="it has backend other; the others have backend fake"),
         ):
             client.generate([[1]], PARAMS, seed=1)
         with FleetClient(running.addresses, mixed_kinds=True) as client:
@@ -517,7 +517,7 @@ def test_workers_of_other_kinds_are_refused_unless_told_so() -> None:
         assert min(running.asked()) > 0
 
 
-def test_the_first_calls_are_refused_alike_where_kinds_differ() -> None:
+def test_concurrent_first_calls_are_all_refused_if_kinds_differ() -> None:
     other = FakeEngine()
     other.info = replace(FakeInfo(), backend="other")
 
@@ -539,7 +539,7 @@ def test_a_client_that_is_closed_during_its_first_call_ends_it(tmp_path: Path) -
     assert "closed; make a new one" in str(found[0])
 
 
-def test_weights_older_than_the_newest_are_not_asked() -> None:
+def test_workers_with_old_weights_get_no_requests() -> None:
     with running_with(engine_of(4), engine_of(3)) as running:
         with FleetClient(running.addresses) as client:
             client.generate([[i] for i in range(4)], PARAMS, seed=1)
@@ -553,7 +553,7 @@ def test_weights_older_than_the_newest_are_not_asked() -> None:
             assert {span.version for g in groups for s in g.samples for span in s.weight_versions} == {4}
 
 
-def test_a_group_that_a_push_would_mix_is_begun_anew(running: Running) -> None:
+def test_a_group_that_a_push_would_mix_is_restarted(running: Running) -> None:
     (engine, _), address = running.engines, running.addresses[0]
     step = engine.step
 
@@ -577,7 +577,7 @@ def test_a_group_that_a_push_would_mix_is_begun_anew(running: Running) -> None:
         assert {span.version for sample in samples for span in sample.weight_versions} == {3, 4}
 
 
-def test_a_call_to_all_goes_by_one_that_ends(running: Running) -> None:
+def test_a_lifecycle_call_skips_a_draining_worker(running: Running) -> None:
     ending, going_on = running.workers
     running.engines[0].flow.clear()
     with FleetClient(running.addresses) as client, RolloutClient(ending.address) as alone:
@@ -593,7 +593,7 @@ def test_a_call_to_all_goes_by_one_that_ends(running: Running) -> None:
         assert other.health().state == "paused"
 
 
-def test_a_file_tells_who_is_there(running: Running, tmp_path: Path) -> None:
+def test_a_file_names_the_members(running: Running, tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     with pytest.raises(ConfigError, match="is not the file of a fleet"):
         FleetClient(file)

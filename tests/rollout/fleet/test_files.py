@@ -1,4 +1,4 @@
-"""The files of a fleet, which somebody else may have written: the configuration, the members, the note of a push."""
+"""The files of a fleet, with any content: the configuration, the members, and the note of a push."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trueroll.rollout.client.membership import (
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.fleet.config import MOST_CONFIG_BYTES, FleetConfig, read_config, split_settings
 
-pytestmark = pytest.mark.timeout(60)  # what waits for a pipe waits for ever
+pytestmark = pytest.mark.timeout(60)  # a read from a pipe would block forever
 VALUES: list[Any] = ["x", "", 5, -1, 2**70, 1.5, -0.5, True, ["x"], [1, [2]], {"a": 1}, {"a": {"b": []}}, None, b"x"]
 
 
@@ -60,14 +60,14 @@ NO_FILES: list[tuple[Callable[[Path], None], str]] = [
         (written('model = "a"\nnum_workers = 1979-05-27'), "num_workers: .* integer"),
     ],
 )
-def test_a_configuration_that_is_none_is_said(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_reported(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "fleet.toml")
     with pytest.raises(ConfigError, match=message) as raised:
         read_config(tmp_path / "fleet.toml")
     assert str(raised.value).isprintable() and len(str(raised.value)) < 1000
 
 
-def test_a_setting_of_a_wrong_type_is_said() -> None:
+def test_a_setting_of_a_wrong_type_is_reported() -> None:
     names = {*FleetConfig.model_fields, *WorkerConfig.model_fields, *EngineConfig.model_fields}
     num_refused = 0
     for name in names:
@@ -102,14 +102,14 @@ def members(*entries: Any, **more: Any) -> Callable[[Path], None]:
         (members({"name": "a", "address": "ipc:///a"}, {"name": "a", "address": "ipc:///b"}), "a member twice"),
     ],
 )
-def test_a_file_without_members_is_said(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_an_invalid_members_file_is_reported(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "fleet.json")
     with pytest.raises(ConfigError, match=message) as raised:
         FleetFile(tmp_path / "fleet.json")
     assert str(raised.value).isprintable() and len(str(raised.value)) < 1000
 
 
-def test_the_members_of_before_count_while_the_file_is_none(tmp_path: Path) -> None:
+def test_the_last_members_count_while_the_file_is_invalid(tmp_path: Path) -> None:
     file, told = tmp_path / "fleet.json", [Member("a", "ipc:///a", "1", "joining", "disk: no space")]
     write_members(file, told)
     seen = FleetFile(file)
@@ -132,7 +132,7 @@ def test_the_members_of_before_count_while_the_file_is_none(tmp_path: Path) -> N
         written(json.dumps({"version": 7, "push_id": "../../0000"})),
     ],
 )
-def test_a_note_that_is_none_is_not_believed(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_invalid_note_is_ignored(make: Callable[[Path], None], tmp_path: Path) -> None:
     write_members(tmp_path / "fleet.json", [])
     make(version_file(tmp_path / "fleet.json"))
     assert noted_push(tmp_path / "fleet.json") is None

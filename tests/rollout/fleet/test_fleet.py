@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster, of which there is one for all tests here."""
+"""A fleet on a real Ray cluster. All tests here share one cluster."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file by which the campaign knows its workers."""
+    """The file by which the chaos campaign recognizes its workers."""
     file = tmp_path_factory.mktemp("chaos") / "fleet.json"
-    os.environ["TRUEROLL_CHAOS"] = str(file)  # what Ray starts inherits it
-    local = Cluster(None)  # every fleet of this process uses it
+    os.environ["TRUEROLL_CHAOS"] = str(file)  # inherited by Ray's processes
+    local = Cluster(None)  # used by every fleet of this process
     yield file
     local.close()
     del os.environ["TRUEROLL_CHAOS"]
@@ -85,7 +85,7 @@ def load_example(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -101,12 +101,12 @@ def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_all_workers_serve_and_the_driver_has_started_none(fleet: Fleet, client: FleetClient) -> None:
+def test_all_workers_serve_and_are_children_of_their_actors(fleet: Fleet, client: FleetClient) -> None:
     tokens(client)
     assert fleet.num_serving == 2 and {*client.healths()} == {"worker-0", "worker-1"} == {*fleet.pids()}
     assert all(stats.service["finished"] > 0 for stats in client.all_stats().values())
     for actor, worker in fleet.pids().values():
-        assert psutil.Process(worker).nice() == psutil.Process().nice(), "it yields to nobody"
+        assert psutil.Process(worker).nice() == psutil.Process().nice(), "it has the same priority"
         assert psutil.Process(worker).ppid() == actor != os.getpid()
 
 
@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
     assert fleet.reports()["worker-0"].restarts > 0
 
 
-def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(
+def test_a_worker_lost_while_the_others_sleep_is_replaced_when_they_wake_up(
     fleet: Fleet, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[bool] = []
@@ -141,18 +141,18 @@ def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(
     wait_until(lambda: fleet.num_serving == 1)
     restarts = fleet.reports()["worker-1"].restarts
     monkeypatch.setattr(Slots, "are_asleep", property(look))
-    wait_until(lambda: len(looks) >= 3)  # what keeps the slot has looked whether it may start another one
+    wait_until(lambda: len(looks) >= 3)  # the keeper has checked whether it may start another worker
     assert all(looks)
     assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
     assert fleet.reports()["worker-1"].restarts == restarts
-    with pytest.raises(IllegalStateError, match="expected a worker that is awake"):
+    with pytest.raises(IllegalStateError, match="scale: all workers are asleep"):
         fleet.scale(3)
     client.wake_up()
     fleet.scale(2)
     assert tokens(client) == expected
 
 
-def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient) -> None:
+def test_leaving_workers_finish_their_requests(fleet: Fleet, client: FleetClient) -> None:
     fleet.scale(3)
     wait_until(lambda: len(client.healths()) == 3)
     long = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
@@ -160,7 +160,7 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     found: list[Group] = []
 
     def generate() -> None:
-        for i in count():  # a new worker gets nothing before the client has looked at it, and no prompt of others
+        for i in count():  # a new worker gets no requests before its first health check, and no prompts of others
             if is_over.is_set():
                 break
             found.extend(client.generate([[*prompt, i % 100] for prompt in PROMPTS], long, seed=3))
@@ -176,7 +176,7 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     assert fleet.reports()["worker-1"].standing == "serving"
 
 
-def test_what_waits_for_a_worker_as_the_fleet_is_closed_is_told_so(cluster: Path, tiny_llama: Path) -> None:
+def test_scale_raises_if_the_fleet_is_closed_meanwhile(cluster: Path, tiny_llama: Path) -> None:
     fleet = Fleet(str(tiny_llama), 1, **SETTINGS)
     threading.Timer(0.2, fleet.close).start()
     with pytest.raises(TruerollError, match="closed; make a new one"):
@@ -196,11 +196,11 @@ def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetCl
     assert b'"state": "ready"' in urllib.request.urlopen(f"{url}/healthz").read()
 
 
-def test_what_all_lose_right_after_a_push_is_waited_for(
+def test_workers_wait_for_weights_that_all_lost_right_after_a_push(
     cluster: Path, fleet: Fleet, client: FleetClient, tiny_llama: Path
 ) -> None:
-    """Whether the trainer is in the process of the fleet or in another one, which has the file alone; and whatever an
-    earlier run has left in the folder of weights.
+    """Checked for a trainer in the process of the fleet, and for one that has only the file. The folder of weights has
+    a push of an earlier run.
     """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
     write_old_push(fleet._weights.folder.path, tiny_llama, "0" * 32)
@@ -213,7 +213,7 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
                 os.kill(worker, signal.SIGKILL)
             wait_until(lambda lost=before: len(fleet.pids()) == 2 and not {*fleet.pids().values()} & {*lost.values()})
             wait_until(lambda: [member.standing for member in fleet.members()] == ["joining"] * 2)
-            with pytest.raises(IllegalStateError, match=rf"of version {version} .* publisher.restore\(model\)"):
+            with pytest.raises(IllegalStateError, match=rf"\(version {version}\).* publisher.restore\(model\)"):
                 fleet.scale(2)
             assert [member.standing for member in fleet.members()] == ["joining"] * 2
             publisher.restore(tensors)
@@ -227,7 +227,7 @@ def troubles_of(health: Health) -> tuple[str, ...]:
     return health.troubles
 
 
-def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
+def test_a_failing_hand_over_is_raised_and_reported(
     fleet: Fleet, client: FleetClient, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with WeightPublisher("shared") as publisher:
@@ -237,16 +237,18 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     joins.rmdir()
     joins.write_text("")
     for call in (lambda: fleet.scale(3), lambda: fleet.scale(3)):
-        with pytest.raises(PushError, match="worker-2: .* cannot be handed over, after 3 attempts: weights_folder"):
+        with pytest.raises(PushError, match="worker-2: could not get the weights .* in 3 attempts: weights_folder"):
             call()
     wait_until(lambda: troubles_of(client.health()) != ())
     assert troubles_of(client.health()) == troubles_of(fleet.health())
-    assert "worker-2: weights_folder: cannot make" in troubles_of(fleet.health())[0]
+    assert "worker-2: weights_folder: cannot create" in troubles_of(fleet.health())[0]
     url = f"http://127.0.0.1:{fleet.metrics_port}"
-    assert b"cannot make" in urllib.request.urlopen(f"{url}/healthz").read()
+    assert b"cannot create" in urllib.request.urlopen(f"{url}/healthz").read()
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
     (failures,) = re.findall(r'trueroll_fleet_failed_hand_overs_total{worker="worker-2"} (\d+)', text)
-    given_up = [record for record in caplog.records if record.levelname == "ERROR" and "handed over" in record.message]
+    given_up = [
+        record for record in caplog.records if record.levelname == "ERROR" and "could not get" in record.message
+    ]
     assert int(failures) == 6 and len(given_up) == 2
     joins.unlink()
     fleet.scale(3)
@@ -310,9 +312,9 @@ asyncio.run(main())
 """
 
 
-def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet_and_is_told_to_end() -> None:
+def test_a_fleet_of_a_service_manager_outlives_its_raylet_and_gets_sigterm() -> None:
     found = subprocess.run([sys.executable, "-P", "-c", ORPHAN], stdout=subprocess.PIPE, text=True).stdout
-    assert found.endswith("\ntold to end\n1 True\n")  # process 1 is the premise
+    assert found.endswith("\ntold to end\n1 True\n")  # premise: the parent is process 1
 
 
 THREAD = """
@@ -322,7 +324,7 @@ clusters = []
 thread = threading.Thread(target=lambda: clusters.append(Cluster(None)))
 thread.start()
 thread.join()
-while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # with it would end what is to end with it
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # until all that depends on the thread has ended
     time.sleep(0.01)
 print(clusters[0].is_alive(), flush=True)
 another = Cluster(None)
@@ -334,7 +336,7 @@ another.close()
 """
 
 
-def test_a_cluster_outlives_the_thread_that_starts_it_and_is_started_again_where_another_fleet_ends_it() -> None:
+def test_a_cluster_outlives_its_thread_and_is_restarted_if_another_fleet_ends_it() -> None:
     found = subprocess.run([sys.executable, "-P", "-c", THREAD], stdout=subprocess.PIPE, text=True).stdout
     assert found.endswith("True\nFalse False False\nTrue True\n")
 
@@ -375,7 +377,7 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
 
 
 def _has_socket(process: psutil.Process, file: Path) -> bool:
-    """Whether it is the worker that the file names."""
+    """Return whether a process is the worker that the file names."""
     try:
         path = file.read_text().split("ipc://")[1].split('"')[0]
         is_worker = "trueroll.rollout.worker.process" in process.cmdline()
@@ -409,8 +411,8 @@ def test_a_cluster_that_asks_for_no_token_needs_a_setting_and_warns(cluster: Pat
     assert len(re.findall(r"WARNING fleet: the Ray cluster at \S+ asks for no token", done.stderr)) == 2
 
 
-def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls would start another one."""
+def test_without_a_cluster_ray_is_not_called(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of Ray would start another cluster."""
     there = Cluster(None)
     actor = WorkerActor(there, 0.0, 0.0, {})
 
@@ -422,7 +424,7 @@ def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: p
             await actor.pids()
 
     monkeypatch.setattr(there, "_connect", fail_to_connect)
-    monkeypatch.setattr(ray_cluster_module, "_shut_down", lambda: None)  # the cluster that all tests use
+    monkeypatch.setattr(ray_cluster_module, "_shut_down", lambda: None)  # keep the shared cluster
     monkeypatch.setattr(ray, "kill", pytest.fail)
     asyncio.run(lose_and_ask())
     monkeypatch.undo()
@@ -434,7 +436,7 @@ def fail_to_connect() -> None:
     raise ConfigError("fleet: expected a Ray cluster, found none")
 
 
-def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_are_reported_at_once(cluster: Path, tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         Fleet(str(tmp_path / "nowhere"), 1, **SETTINGS)
     with pytest.raises(ConfigError, match="block_size"):
@@ -445,13 +447,13 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
         Fleet(str(tiny_llama), 1, hang_seconds=-1.0, **SETTINGS)
     with pytest.raises(ConfigError, match="cpu: unknown"):
         Fleet(str(tiny_llama), 1, cpu=1.0, **SETTINGS)
-    with pytest.raises(ConfigError, match="address: expected none"):
+    with pytest.raises(ConfigError, match="address: a fleet gives each worker its own address"):
         Fleet(str(tiny_llama), 1, address="tcp://127.0.0.1:*", **SETTINGS)
     with pytest.raises(WorkerFailedError, match="not ready within startup_timeout"):
         Fleet(str(tiny_llama), 1, startup_timeout=0.1, **SETTINGS)
-    with pytest.raises(ConfigError, match="file: expected one in a folder that is there"):
+    with pytest.raises(ConfigError, match="file: the folder of .* does not exist"):
         Fleet(str(tiny_llama), 1, file=tmp_path / "nowhere" / "fleet.json", **SETTINGS)
-    with pytest.raises(ConfigError, match="weights_folder: expected a folder"):
+    with pytest.raises(ConfigError, match="weights_folder: cannot create or write to the folder"):
         Fleet(str(tiny_llama), 1, weights_folder=tiny_llama / "config.json", **SETTINGS)
     config = tmp_path / "fleet.toml"
     for text, found in (("model = 1", "model"), ("mode = 'x'", "mode"), ("=", "TOML")):
@@ -460,8 +462,8 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
             read_config(config)
 
 
-def test_a_few_rounds_in_which_something_is_killed(cluster: Path, tiny_llama: Path) -> None:
-    """`make chaos` runs 200, and kills raylets too."""
+def test_a_short_chaos_campaign(cluster: Path, tiny_llama: Path) -> None:
+    """`make chaos` runs 200 rounds, and also kills raylets."""
     rounds = [("actor", "stage"), ("all", "generate"), ("folder", "score")]
     campaign = Campaign(tiny_llama, cluster, seed=1, **STRICT)
     try:
@@ -472,7 +474,7 @@ def test_a_few_rounds_in_which_something_is_killed(cluster: Path, tiny_llama: Pa
     assert campaign.numbers.rounds == len(rounds)
 
 
-def test_the_campaign_notices_what_is_lost_stale_mixed_or_different() -> None:
+def test_the_campaign_notices_lost_stale_mixed_and_different_samples() -> None:
     def group(*versions: int, token: int = 7) -> Any:
         spans = [SimpleNamespace(version=version) for version in versions]
         return SimpleNamespace(
@@ -501,7 +503,7 @@ def test_the_long_campaign_kills_everything_at_each_moment() -> None:
 def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a run with one worker, which nothing disturbs."""
+    """Compared with an undisturbed run with one worker."""
     model = make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")
     grpo = load_example("grpo")
     fields: dict[str, Any] = dict(steps=3, seed=1, prompts=2, model=str(model), checkpoint_every=3)
@@ -510,7 +512,7 @@ def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
     killed: list[int] = []
 
     class Disturbed(FleetClient):
-        """Kills a worker when it has samples to compute, and again."""
+        """A client that kills a worker during each call of `generate`."""
 
         def __init__(self, fleet: Fleet, **settings: Any) -> None:
             super().__init__(fleet, **settings)

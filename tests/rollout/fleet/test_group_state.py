@@ -1,4 +1,4 @@
-"""What becomes of one request, as a table: what workers answer, what is asked next, and what is delivered."""
+"""The course of one request, as tables: the answers of workers, the next asks, and the delivered replies."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ PIECES: dict[str, str] = {
         b sample 0        -> 0 length 6
         b sample 1        -> 1 piece 0-6, 1 length 6
     """,
-    "a cut sample whose pieces were not shown is shown whole": """
+    "a cut sample without shown pieces is shown whole": """
         ask               -> a: all
         ask               -> b: all
         b cut 0 3         ->
@@ -331,28 +331,28 @@ PIECES: dict[str, str] = {
 
 
 class Play:
-    """A request, and what happens to it. Asks have letters, in the order in which they are made."""
+    """A request and the events of its course. Asks are named by letters, in the order in which they are made."""
 
     def __init__(self, request: Request, *, may_repeat: bool = True, max_staleness: int = 0) -> None:
         self.state = GroupState(request, may_repeat=may_repeat, max_staleness=max_staleness)
         self.asks: dict[str, Ask] = {}
 
     def run(self, course: str) -> None:
-        """Each line: what happens, and what is asked or delivered."""
+        """Play the events of a course. Each line has an event, and the expected ask or replies."""
         for line in filter(None, map(str.strip, course.splitlines())):
             event, expected = map(str.strip, line.split("->"))
             assert self._happen(*event.split()) == expected, line
 
-    def _happen(self, who: str, *words: str) -> str:
-        if who == "ask":
+    def _happen(self, subject: str, *words: str) -> str:
+        if subject == "ask":
             return self._ask()
-        if who == "abort":
+        if subject == "abort":
             ending = self.state.abort(int(words[0]) if words else None)
             told = [*map(described, self.state.settle()), f"ends {' '.join(map(str, sorted(ending)))}" * bool(ending)]
             return ", ".join(filter(None, told))
-        ask, (what, *rest) = self.asks[who], words
+        ask, (what, *rest) = self.asks[subject], words
         if what == "over":
-            self.state.end_ask(ask, who, 1)
+            self.state.end_ask(ask, subject, 1)
             return ", ".join(map(described, self.state.settle()))
         if what == "exits":
             ask.is_lost = True
@@ -391,14 +391,14 @@ class Play:
             return SampleDelta("?", self._told(ask, index), start - offset, own, np.zeros(len(own), np.float32))
         if what == "done":
             message: Any = ask.messages.get(None) or ask.messages[index]
-            reasons: dict[Any, int] = {"stop": message.params.n}  # unlike an end that no worker gave
+            reasons: dict[Any, int] = {"stop": message.params.n}  # differs from an end that `GroupState` makes itself
             return protocol.Done(id=message.id, params=message.params, num_prompt_tokens=3, finish_reasons=reasons)
         if what == "sample":
             return self._sample(ask, index, "length", str(LENGTH), *rest)
         return self._sample(ask, index, "abort", *rest)
 
     def _sample(self, ask: Ask, index: int, reason: Any, end: str, version: str = "v0") -> protocol.FinishedSample:
-        """What a worker answers: without the part before."""
+        """Return a worker's sample, without its prior part."""
         own = tokens(index, self._num_prior(ask, index), int(end))
         spans = (WeightSpan(int(version[1:]), 0, len(own)),) if own else ()
         logprobs, seed = np.zeros(len(own), np.float32), derive_seed(SEED, index)
@@ -409,7 +409,7 @@ class Play:
         return len(ask.prior[index].token_ids) if index in ask.prior else 0
 
     def _told(self, ask: Ask, index: int) -> int:
-        """How the worker numbers a sample: one that is asked for alone is its first."""
+        """Return the index of a sample at the worker. A sample that is asked for on its own has index 0."""
         return index if None in ask.messages else 0
 
 
@@ -427,7 +427,7 @@ def tokens(index: int, start: int, end: int) -> list[int]:
 
 
 def described(reply: Reply) -> str:
-    """What is delivered. Its tokens are those that one worker gives."""
+    """Describe a delivered reply, and check that its tokens are those that one worker would give."""
     if isinstance(reply, errors.TruerollError):
         return type(reply).__name__
     if isinstance(reply, SampleDelta):
@@ -446,17 +446,17 @@ def described(reply: Reply) -> str:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_becomes_of_a_group(name: str) -> None:
+def test_course_of_a_group(name: str) -> None:
     Play(group()).run(TABLE[name])
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_what_becomes_of_scores(name: str) -> None:
+def test_course_of_scores(name: str) -> None:
     Play(protocol.GetScores(id="r", token_ids=PROMPT)).run(SCORES[name])
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_what_was_delivered_from_a_stream_is_not_delivered_again(name: str) -> None:
+def test_samples_of_a_stream_are_not_delivered_again(name: str) -> None:
     Play(group(), may_repeat=False).run(ONCE[name])
 
 
@@ -465,7 +465,7 @@ def test_which_pieces_are_shown(name: str) -> None:
     Play(group(deltas=True), may_repeat=False).run(PIECES[name])
 
 
-def test_versions_may_differ_by_what_is_allowed() -> None:
+def test_versions_may_differ_by_max_staleness() -> None:
     play = Play(group(), may_repeat=False, max_staleness=1)
     play.run("""
         ask               -> a: all
@@ -475,14 +475,14 @@ def test_versions_may_differ_by_what_is_allowed() -> None:
     """)
 
 
-def test_a_request_that_is_lost_too_often_is_given_up() -> None:
+def test_a_request_lost_with_too_many_workers_fails() -> None:
     play = Play(group())
     for name in "abcdef"[:MOST_LOSSES]:
         play.run(f"ask -> {name}: all \n {name} WorkerLostError -> \n {name} over ->")
     play.run("ask -> f: all \n f WorkerLostError -> \n f over -> WorkerLostError")
 
 
-def test_what_is_asked_for_again_has_the_same_content() -> None:
+def test_repeated_asks_have_the_same_content() -> None:
     spans = (ContentSpan(1, 3, bytes(32)),)
     play = Play(group().model_copy(update=dict(spans=spans)))
     play.run("ask -> a: all \n a cut 0 3 -> \n a over ->")
@@ -490,7 +490,7 @@ def test_what_is_asked_for_again_has_the_same_content() -> None:
     assert len(asked) == 3 and all(message.spans == spans for message in asked.values())
 
 
-def test_a_request_without_a_seed_has_that_of_its_id_and_prompt() -> None:
+def test_without_a_seed_the_id_and_the_prompt_give_one() -> None:
     request = group().model_copy(update=dict(params=SamplingParams(n=2, max_tokens=LENGTH)))
     state = GroupState(request, may_repeat=True, max_staleness=0)
     state.abort(0)
@@ -501,7 +501,7 @@ def test_a_request_without_a_seed_has_that_of_its_id_and_prompt() -> None:
     assert derive_seed(missing.params.seed, 0) == derive_seed(seed, 1)
 
 
-def test_what_a_worker_is_told_to_abort() -> None:
+def test_targets_of_an_abort() -> None:
     play = Play(group())
     play.run("ask -> a: all \n a sample 0 -> 0 length 6 \n ask -> b: 1 from 0, 2 from 0")
     whole, missing = play.asks["a"], play.asks["b"]
@@ -518,18 +518,18 @@ HELD = errors.UnavailableError("held")
     [
         ([], dict(a=1, b=1), "", "", None),
         ([("a", FULL)], dict(a=1, b=1), "a", "a", None),
-        ([("a", FULL)], dict(a=2, b=1), "", "", None),  # it was looked at since
-        ([("a", FULL)], dict(b=1), "", "", None),  # it may not be asked
+        ([("a", FULL)], dict(a=2, b=1), "", "", None),  # it had a health check since
+        ([("a", FULL)], dict(b=1), "", "", None),  # it is not eligible
         ([("a", FULL), ("b", STALE)], dict(a=1, b=1), "ab", "ab", FULL),
         ([("a", FULL), ("b", STALE)], dict(a=2, b=1), "b", "b", None),
         ([("a", FULL), ("b", STALE)], dict(b=1), "b", "b", STALE),
         ([("a", HELD)], dict(a=1, b=1), "", "a", None),
         ([("a", HELD), ("b", FULL)], dict(a=1, b=1), "b", "ab", None),
-        ([("a", FULL), ("b", None)], dict(a=1, b=1), "", "", None),  # a worker took it
+        ([("a", FULL), ("b", None)], dict(a=1, b=1), "", "", None),  # a worker accepted the request
         ([("a", HELD), ("b", None)], dict(a=1, b=1), "", "", None),
     ],
 )
-def test_which_workers_are_not_asked_and_when_none_can_be(
+def test_refusing_workers_are_avoided_and_a_request_fails_if_all_refuse(
     refusals: list[tuple[str, errors.TruerollError | None]],
     looks: dict[str, int],
     avoided: str,
@@ -541,5 +541,5 @@ def test_which_workers_are_not_asked_and_when_none_can_be(
         setbacks.note(worker, 1, refusal)
     assert setbacks.avoided(looks, False) == {*avoided} and setbacks.avoided(looks, True) == {*late}
     assert setbacks.final(looks) is final
-    setbacks.num_losses = 1  # backpressure is for what was never taken
+    setbacks.num_losses = 1  # only a request that was never accepted gets backpressure
     assert setbacks.final(looks) is (None if final is FULL else final)

@@ -1,4 +1,4 @@
-"""Where groups go: together with their prefixes while load allows, and nowhere that they must not."""
+"""Placement of groups: with their prefixes while load allows, and never on workers that must not get them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(count: int, seed: int) -> np.ndarray:
 
 
 def prompt(prefix: int, own: int, length: int = 4 * PIECE) -> list[int]:
-    """The beginnings of a prompt with one of several prefixes, and an end of its own."""
+    """Return the beginnings of a prompt with one of several prefixes and a unique end."""
     return beginnings(np.concatenate((tokens(length, prefix), tokens(PIECE // 2, 1000 + own))))
 
 
@@ -43,7 +43,7 @@ def place(placement: Placement, beginnings: list[int], **settings: Any) -> Place
 
 
 def homes(placement: Placement, count: int) -> list[str]:
-    """Where each of some prompts goes that nobody knows, if nothing else is under way."""
+    """Return the workers that unknown prompts go to, each while nothing else is in flight."""
     found = []
     for prefix in range(count):
         placed = place(placement, prompt(prefix, 0))
@@ -90,10 +90,10 @@ def test_a_prefix_stays_on_one_worker_while_load_allows() -> None:
     assert len({*homes(placement, 30)}) > 10, "different prefixes go to different workers"
 
 
-def test_a_popular_prefix_spreads_as_its_load_asks() -> None:
+def test_a_popular_prefix_spreads_as_its_load_grows() -> None:
     placement = fleet(50, free_load=8)
     placed = [place(placement, prompt(0, own)) for own in range(8)]
-    assert len({each.worker for each in placed}) == 1, "no more than one may have"
+    assert len({each.worker for each in placed}) == 1, "no more than one worker may have"
     placed += [place(placement, prompt(0, own)) for own in range(8, 64)]
     assert 8 <= len({each.worker for each in placed}) <= 12
     placed += [place(placement, prompt(0, own)) for own in range(64, 1000)]
@@ -101,7 +101,7 @@ def test_a_popular_prefix_spreads_as_its_load_asks() -> None:
     assert len(loads) == 50 and max(loads.values()) <= math.ceil((1 + SLACK) * 1000 / 50)
 
 
-def test_a_prefix_that_spread_is_shared_among_those_who_got_it() -> None:
+def test_a_spread_prefix_is_shared_among_its_holders() -> None:
     placement = fleet(50, free_load=2)
     placed = [place(placement, prompt(0, own)) for own in range(8)]
     spread = {each.worker for each in placed}
@@ -109,7 +109,7 @@ def test_a_prefix_that_spread_is_shared_among_those_who_got_it() -> None:
     for each in placed:
         placement.withdraw(each)
     again = [place(placement, prompt(0, own)).worker for own in range(4)]
-    assert {*again} == spread, "each once, since the others have less"
+    assert {*again} == spread, "each once, since the others have less load"
 
 
 def test_later_turns_go_where_their_conversation_is() -> None:
@@ -129,15 +129,15 @@ def test_later_turns_go_where_their_conversation_is() -> None:
             assert again.worker == home
 
 
-def test_a_prefix_that_nobody_knows_goes_to_one_of_two() -> None:
+def test_an_unknown_prefix_goes_to_one_of_two_workers() -> None:
     placement, places = fleet(20, free_load=100), []
     for own in range(10):
         places.append(place(placement, prompt(0, own)).worker)
         placement.forget()
-    assert [*Counter(places).values()] == [5, 5], "to the one with less load, in turn"
+    assert [*Counter(places).values()] == [5, 5], "each time to the less loaded one"
 
 
-def test_what_half_the_fleet_has_keeps_nothing_from_a_worker_that_joins() -> None:
+def test_a_joining_worker_gets_prompts_with_a_prefix_that_most_workers_hold() -> None:
     placement = fleet(10, free_load=100)
     system = tokens(PIECE, 0)
     for own in range(9):
@@ -150,7 +150,7 @@ def test_what_half_the_fleet_has_keeps_nothing_from_a_worker_that_joins() -> Non
     assert Counter(each.worker for each in places)["another"] > 1
 
 
-def test_nobody_gets_more_than_the_bound() -> None:
+def test_no_worker_exceeds_the_bound() -> None:
     placement, chance = fleet(16), random.Random(0)
     under_way: list[Placed] = []
     fullest = 0
@@ -162,7 +162,7 @@ def test_nobody_gets_more_than_the_bound() -> None:
         fullest += placement.load(placed.worker) == bound
         while len(under_way) > 160:
             placement.withdraw(under_way.pop(chance.randrange(len(under_way))))
-    assert fullest > 50, "some came up to it"
+    assert fullest > 50, "some workers reached the bound"
 
 
 def test_the_bound_holds_for_groups_of_any_cost() -> None:
@@ -174,7 +174,7 @@ def test_the_bound_holds_for_groups_of_any_cost() -> None:
         assert placement.load(placed.worker) <= (1 + SLACK) * total / 8 + cost
 
 
-def test_a_worker_that_joins_or_leaves_moves_its_own_prompts_alone() -> None:
+def test_a_worker_that_joins_or_leaves_moves_only_its_own_prompts() -> None:
     names = [f"worker {i}" for i in range(20)]
     before = homes(fleet(names), 300)
     assert max(Counter(before).values()) < 45 and len({*before}) == 20, "spread evenly"
@@ -195,7 +195,7 @@ def test_clients_that_know_nothing_of_each_other_agree() -> None:
 
 
 def test_loads_follow_measured_speeds() -> None:
-    """Workers that finish one group at a time, two of them four times as fast, with ten under way on average."""
+    """Workers finish one group at a time, two of them four times as fast. Each has ten groups in flight on average."""
     seconds = {str(i): 0.25 if i < 2 else 1.0 for i in range(8)}
     placement = fleet(seconds)
     free_at = dict.fromkeys(seconds, 0.0)
@@ -217,7 +217,7 @@ def test_loads_follow_measured_speeds() -> None:
     assert min(finished[name] for name in fast) > 3 * max(finished[name] for name in slow)
 
 
-def test_a_worker_that_is_back_is_a_new_one() -> None:
+def test_a_returning_worker_counts_as_new() -> None:
     placement = fleet(4, free_load=4)
     old = place(placement, prompt(0, 0))
     placement.finish(place(placement, prompt(0, 1)), 9.0)
@@ -231,7 +231,7 @@ def test_a_worker_that_is_back_is_a_new_one() -> None:
     assert place(placement, prompt(0, 3)).worker == elsewhere.worker, "its cache was lost"
 
 
-def test_nobody_who_is_removed_or_avoided_is_chosen() -> None:
+def test_removed_and_avoided_workers_are_not_chosen() -> None:
     placement = fleet(6, free_load=100)
     home = place(placement, prompt(0, 0)).worker
     second = place(placement, prompt(0, 1), avoid=[home]).worker
@@ -249,7 +249,7 @@ def test_nobody_who_is_removed_or_avoided_is_chosen() -> None:
     assert place(placement, prompt(0, 4)).worker == home
 
 
-def test_one_that_is_full_is_chosen_where_there_is_no_other() -> None:
+def test_a_full_worker_is_chosen_if_there_is_no_other() -> None:
     placement = fleet(40, free_load=1)
     names = {place(placement, prompt(own, 0)).worker for own in range(400)}
     assert len(names) == 40
@@ -258,12 +258,12 @@ def test_one_that_is_full_is_chosen_where_there_is_no_other() -> None:
     assert placement.load("3") > (1 + SLACK) * 420 / 40
 
 
-def test_a_name_is_there_once() -> None:
-    with pytest.raises(ValueError, match="expected a name that is not in the fleet, found '1' there"):
+def test_a_name_cannot_be_added_twice() -> None:
+    with pytest.raises(ValueError, match="worker '1' is already in the fleet"):
         fleet(3).add("1")
 
 
-def test_the_index_keeps_what_was_used_last() -> None:
+def test_the_index_keeps_the_most_recently_used_beginnings() -> None:
     placement = fleet(10, capacity=200, free_load=1e9)
     home = place(placement, prompt(0, 0)).worker
     for own in range(1, 500):
@@ -277,7 +277,7 @@ def test_the_index_keeps_what_was_used_last() -> None:
     assert placement.num_remembered <= 200
 
 
-def test_forgotten_beginnings_draw_nobody() -> None:
+def test_forgotten_beginnings_have_no_effect() -> None:
     placement = fleet(10, free_load=1e9)
     [home] = homes(placement, 1)
     placed = place(placement, prompt(0, 1), avoid=[home])
@@ -289,8 +289,8 @@ def test_forgotten_beginnings_draw_nobody() -> None:
     assert place(placement, prompt(0, 3)).worker == home, "by its rank"
 
 
-def test_as_many_of_those_used_last_as_half_of_the_capacity_are_remembered() -> None:
-    """Also where prompts come again, which bring nothing new."""
+def test_half_the_capacity_of_recent_beginnings_is_always_kept() -> None:
+    """Even if prompts repeat, which add no new beginnings."""
     placement, chance, used = fleet(3, capacity=12), random.Random(0), dict[int, None]()
     for _ in range(300):
         asked = prompt(chance.randrange(4), 0, chance.randrange(1, 7) * PIECE)
@@ -303,11 +303,11 @@ def test_as_many_of_those_used_last_as_half_of_the_capacity_are_remembered() -> 
 
 
 CAPACITY = 12
-"""Too few for all beginnings that a walk asks for."""
+"""Less than the number of beginnings in a walk."""
 
 
 class Walk:
-    """Random calls, and what they must have done."""
+    """Random calls, with checks after each."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -386,14 +386,14 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_calls_in_any_order_keep_what_is_promised(seed: int) -> None:
+def test_random_calls_keep_the_promises(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(1000):
         walk.step()
     assert min(walk.calls[call] for call in ("placed", "none", "remove", "add", "full")) > 0
 
 
-def test_sums_that_are_kept_are_those_of_the_workers() -> None:
+def test_running_sums_match_the_workers() -> None:
     placement, chance, under_way = fleet(10), random.Random(0), []
     for own in range(2000):
         under_way.append(place(placement, prompt(own % 50, own), cost=chance.random()))

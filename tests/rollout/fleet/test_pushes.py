@@ -1,4 +1,4 @@
-"""Pushes to a fleet: to whoever serves, without who is lost; and how a worker that joins gets the weights."""
+"""Pushes to the serving workers of a fleet, without lost ones, and hand-overs of weights to joining workers."""
 
 from __future__ import annotations
 
@@ -87,22 +87,24 @@ def versions(workers: list[FaultyWorker]) -> list[int]:
     return [worker.engine.weight_version for worker in workers]
 
 
-def test_a_push_goes_to_whoever_serves_when_it_begins(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
+def test_a_push_goes_to_the_workers_that_serve_when_it_begins(
+    workers: list[FaultyWorker], publisher: WeightPublisher
+) -> None:
     members = Members(*workers[:2])
     publisher.connect_fleet(members)
     assert publisher.push(tensors(1.0), 1).left_out == [] and versions(workers) == [1, 1, 0]
     members.now = Members(*workers).now
     members.stand(2, "joining")
     publisher.push(tensors(2.0), 2)
-    assert versions(workers) == [2, 2, 0], "the fleet brings it to the weights"
+    assert versions(workers) == [2, 2, 0], "the fleet hands the weights to a joining worker"
     members.stand(2, "serving")
     members.stand(1, "leaving")
     publisher.push(tensors(3.0), 3)
-    assert versions(workers) == [3, 3, 3], "one that leaves finishes under the new weights"
+    assert versions(workers) == [3, 3, 3], "a leaving worker finishes with the new weights"
     assert publisher.stale_workers() == []
 
 
-def test_while_nobody_serves_those_that_join_are_pushed_to(
+def test_while_no_worker_serves_joining_ones_get_the_push(
     workers: list[FaultyWorker], publisher: WeightPublisher
 ) -> None:
     members = Members(*workers)
@@ -130,8 +132,8 @@ def test_a_worker_that_is_lost_is_taken_out_of_the_push(
 
 
 @pytest.mark.parametrize("phase", ["weights", "begin_push", "stage_bucket", "verify_push", "commit_push"])
-def test_a_push_waits_for_nobody_who_has_left_the_fleet(workers: list[FaultyWorker], phase: str) -> None:
-    """As one that was killed: its fleet knows it, and from the worker itself comes nothing."""
+def test_a_push_does_not_wait_for_a_worker_that_has_left(workers: list[FaultyWorker], phase: str) -> None:
+    """As for a killed worker: the fleet knows it, but the worker itself is silent."""
     members = Members(*workers)
     workers[1].mute = {phase, "abort_push"}
     with WeightPublisher("shared", timeout=3600.0) as publisher, ThreadPoolExecutor(1) as pool:
@@ -147,8 +149,8 @@ def test_a_push_waits_for_nobody_who_has_left_the_fleet(workers: list[FaultyWork
         assert publisher.push(tensors(2.0), 2).left_out == [] and versions(workers) == [2, 2, 2]
 
 
-def test_a_push_ends_when_nobody_serves_whom_it_did_not_reach(workers: list[FaultyWorker]) -> None:
-    """A worker that begins to serve during a push has the weights before it."""
+def test_a_push_ends_when_all_serving_workers_have_it(workers: list[FaultyWorker]) -> None:
+    """A worker that begins to serve during a push has the weights from before the push."""
     members = Members(*workers)
     members.stand(2, "joining")
     verify = workers[0]._handle
@@ -169,7 +171,9 @@ def test_a_push_ends_when_nobody_serves_whom_it_did_not_reach(workers: list[Faul
         assert pushing.result().version == 1
 
 
-def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
+def test_a_push_that_fails_for_all_leaves_no_worker_out(
+    workers: list[FaultyWorker], publisher: WeightPublisher
+) -> None:
     publisher.connect_fleet(Members(*workers))
     with pytest.raises(PushError, match="NaN"):
         publisher.push(tensors(float("nan")), 1)
@@ -177,13 +181,13 @@ def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher
     workers[0].refuse["verify_push"] = IllegalStateError("worker: gone")
     with pytest.raises(PushError, match="gone"):
         publisher.push(iter(tensors(1.0).items()), 1)
-    assert versions(workers) == [0, 0, 0], "an iterator cannot be gone through again"
+    assert versions(workers) == [0, 0, 0], "an iterator cannot be read again"
 
 
 def join(
     joining: FaultyWorker, peer: FaultyWorker | None, folder: Path | WeightFolder, noted: PushNote | None = None
 ) -> bool:
-    """Whether it serves the weights then."""
+    """Hand the weights to a worker. Return whether it serves them then."""
     weights = WeightFolder(folder) if isinstance(folder, Path) else folder
 
     async def run() -> bool:
@@ -217,9 +221,9 @@ def test_a_worker_that_joins_gets_the_weights_of_a_push_by_disk(workers: list[Fa
     with WeightPublisher("disk", folder=tmp_path) as publisher:
         publisher.connect([first.address])
         push = publisher.push(tensors(5.0), 7)
-    shutil.copytree(next(tmp_path.glob("version-7-*")), tmp_path / "version-9-01234567.tmp")  # not written to its end
+    shutil.copytree(next(tmp_path.glob("version-7-*")), tmp_path / "version-9-01234567.tmp")  # an incomplete push
     assert join(second, first, tmp_path) and "save_weights" not in first.calls
-    assert not join(third, None, tmp_path, PushNote(7, "0" * 32)), "another push of that version is not there"
+    assert not join(third, None, tmp_path, PushNote(7, "0" * 32)), "there is no other push of that version"
     assert join(third, None, tmp_path, PushNote(7, push.push_id))
     assert versions(workers) == [7, 7, 7]
 
@@ -241,17 +245,17 @@ def test_the_weights_of_an_earlier_run_are_not_handed_over(
     assert versions(workers) == [900, 2, 2]
 
 
-def test_without_anybody_who_has_the_weights_a_worker_waits(
+def test_a_worker_waits_if_nothing_has_its_weights(
     workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
 ) -> None:
     noted = PushNote(1, "0" * 32)
     assert not join(workers[0], None, tmp_path, noted) and join(workers[0], None, tmp_path)
     publisher.connect([workers[0].address])
     publisher.push(tensors(1.0), 1)
-    assert join(workers[0], None, tmp_path, noted), "a trainer that notes nothing has pushed it"
+    assert join(workers[0], None, tmp_path, noted), "pushed by a trainer that does not note pushes"
 
 
-def test_adapters_without_what_they_are_added_to_are_tried_once(
+def test_adapters_without_their_base_are_tried_once(
     workers: list[FaultyWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with WeightPublisher("disk", folder=tmp_path) as publisher:
@@ -261,14 +265,14 @@ def test_adapters_without_what_they_are_added_to_are_tried_once(
 
     def refuse(*arguments: object) -> None:
         attempts.append(arguments)
-        raise OtherBaseError("adapters: none of the pushes has the weights that they belong to")
+        raise OtherBaseError("adapters: no push has their base weights")
 
     monkeypatch.setattr(hand_over_module, "_push", refuse)
     folder = WeightFolder(tmp_path)
     assert [join(workers[1], None, folder, noted) for _ in range(3)] == [False] * 3 and len(attempts) == 1
 
 
-def test_what_keeps_weights_from_being_handed_over_is_raised(
+def test_errors_of_a_hand_over_are_raised(
     workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
 ) -> None:
     first, second, third = workers
@@ -276,7 +280,7 @@ def test_what_keeps_weights_from_being_handed_over_is_raised(
     publisher.push(tensors(1.0), 1)
     folder = tmp_path / "weights"
     folder.write_text("")
-    with pytest.raises(PushError, match="weights_folder: cannot make .*Not a directory"):
+    with pytest.raises(PushError, match="weights_folder: cannot create .*Not a directory"):
         join(second, first, folder)
     folder.unlink()
     first.refuse["save_weights"] = PushError("disk: cannot write it: No space left on device")
@@ -299,7 +303,7 @@ def test_what_keeps_weights_from_being_handed_over_is_raised(
 
 
 class Attempts:
-    """What attempts to hand weights over come to, one after the other; the last one again and again."""
+    """The outcomes of hand-over attempts, in order. The last one repeats."""
 
     def __init__(self, *outcomes: bool | TruerollError) -> None:
         self.outcomes = list(outcomes)
@@ -322,7 +326,7 @@ def outcomes(
     return asyncio.run(run())
 
 
-def test_attempts_to_hand_weights_over_are_bounded_and_told(
+def test_attempts_to_hand_weights_over_are_bounded_and_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joining_module, "FIRST_PAUSE", 0.0)
@@ -331,7 +335,7 @@ def test_attempts_to_hand_weights_over_are_bounded_and_told(
     assert outcomes(joining, refused) == ["failed"] * 100
     assert refused.count == joining.num_failures == 3 and joining.trouble == "disk: no space"
     assert isinstance(joining.error, PushError)
-    assert str(joining.error).startswith("worker-1: the weights of the fleet cannot be handed over, after 3 attempts")
+    assert str(joining.error).startswith("worker-1: could not get the weights of the fleet in 3 attempts")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR"]
     assert outcomes(joining, refused, "b") and refused.count == 6, "other weights are tried again"
     joining.retry()
@@ -344,7 +348,7 @@ def test_attempts_to_hand_weights_over_are_bounded_and_told(
     assert outcomes(Joining("worker-1"), Attempts(False)) == ["waiting"] * 100
 
 
-def test_a_worker_that_changes_its_state_renews_only_attempts_that_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_state_of_the_peer_resets_only_transient_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining_module, "FIRST_PAUSE", 0.0)
     for error, count in ((WorkerLostError("gone"), 40), (PushError("disk: no space"), 3), (ConfigError("dtype"), 1)):
         joining, attempts = Joining("worker-1"), Attempts(error)

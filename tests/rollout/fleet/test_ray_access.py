@@ -1,6 +1,6 @@
-"""Who reaches the Ray of a fleet, and how it is started, without any Ray that runs.
+"""Access to the Ray cluster of a fleet, and its start, without a running Ray.
 
-`test_fleet.py` has the tests with one.
+`test_fleet.py` has the tests with a running Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trueroll.rollout.fleet.ray_cluster import Cluster
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process without a cluster, where starting one does nothing."""
+    """Simulate a process without a cluster, in which starting one does nothing."""
     monkeypatch.setattr(ray_cluster, "_local", None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: None)
@@ -39,7 +39,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_access, "read_token_again", lambda: None)
 
 
-def test_an_argument_that_ray_refuses_is_told_at_once(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_that_ray_refuses_is_reported_at_once(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[dict[str, Any]] = []
 
     def init(**fields: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_start_of_ray_that_fails_leaves_no_process(no_ray: None, monkeypatch: 
     there.communicate(b"\n")
 
 
-def test_a_child_that_ends_while_it_is_looked_at_does_not_hide_the_raylet(
+def test_a_child_that_ends_during_the_check_does_not_hide_the_raylet(
     no_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(None)
@@ -104,7 +104,7 @@ def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
     ended: list[bool] = []
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    with pytest.raises(ConfigError, match=r"listens on 192\.0\.2\.7, beyond loopback"):
+    with pytest.raises(ConfigError, match=r"listens on 192\.0\.2\.7, not on loopback"):
         Cluster(None)
     assert ended == [True]
     monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
@@ -115,7 +115,7 @@ def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
 def test_the_folder_and_the_token_of_a_local_cluster_are_private(
     no_ray: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where the names of sockets would be too long in the folder for temporary files."""
+    """Even if paths of sockets would be too long in the folder for temporary files."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.setattr(ray, "init", lambda **fields: seen.append({**os.environ, "temp_dir": fields["_temp_dir"]}))
@@ -139,7 +139,7 @@ def test_the_folder_and_the_token_of_a_local_cluster_are_private(
         os.umask(before)
 
 
-def test_where_no_cluster_answers_there_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], 1, "", "Traceback ...\nRpcError: Timed out while waiting for GCS\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(ConfigError, match="no answer from the cluster at 127.0.0.1:1: RpcError: Timed out"):

@@ -1,4 +1,4 @@
-"""The slots of a fleet, without Ray: what clients are told, and from which worker another one gets the weights."""
+"""The slots of a fleet, without Ray: the published members, and the choice of the worker that gives its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from trueroll.rollout.fleet.slots import Slot, Slots
 
 
 def slots_of(*workers: str, file: MembersFile | None = None) -> Slots:
-    """A slot for each: what its worker tells, such as `ready 3`, with `push` while it gets one, `joining` before."""
+    """Return a slot for each description of a worker: state and weight version, such as `ready 3`, followed by `push`
+    during a push and by `joining` before it serves.
+    """
     slots = Slots(file)
     for told in workers:
         run(slots.add(), told)
@@ -41,11 +43,11 @@ def workers(slots: Slots) -> list[RunningWorker]:
         (["ready 3", "ready 3"], 1),
         (["ready 3", "ready 3 joining"], None),
         (["ready 3", "ready 4", "ready 5"], 2),
-        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights, even if they cannot be written now
+        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights win, even if they cannot be written now
         (["ready 3", "asleep 5", "paused 5"], 2),
     ],
 )
-def test_the_first_worker_gets_the_weights_of_another(told: list[str], giver: int | None) -> None:
+def test_choice_of_the_worker_that_gives_its_weights(told: list[str], giver: int | None) -> None:
     slots = slots_of(*told)
     assert slots.newest(but=workers(slots)[0]) is (None if giver is None else workers(slots)[giver])
 
@@ -57,11 +59,11 @@ def test_the_first_worker_gets_the_weights_of_another(told: list[str], giver: in
         (["ready 3", "ready 4"], True),
         (["ready 3", "ready 4 joining"], False),
         (["ready 4", "ready 3"], False),
-        (["ready 3", "ready 4 push"], False),  # it may reach the first worker in a moment
+        (["ready 3", "ready 4 push"], False),  # the push may reach the first worker in a moment
         (["ready 3", "ready 4", "updating 3"], False),
     ],
 )
-def test_the_first_worker_is_behind_others(told: list[str], are_ahead: bool) -> None:
+def test_detection_of_a_worker_behind_the_others(told: list[str], are_ahead: bool) -> None:
     slots = slots_of(*told)
     assert slots.are_ahead_of(workers(slots)[0]) == are_ahead
 
@@ -70,7 +72,7 @@ def test_the_first_worker_is_behind_others(told: list[str], are_ahead: bool) -> 
     ("told", "are_asleep"),
     [([], False), (["asleep 3", "asleep 3"], True), (["asleep 3", "ready 3"], False), (["asleep 3 joining"], False)],
 )
-def test_all_that_serve_are_asleep(told: list[str], are_asleep: bool) -> None:
+def test_detection_of_a_fleet_that_is_asleep(told: list[str], are_asleep: bool) -> None:
     assert slots_of(*told).are_asleep == are_asleep
 
 
@@ -86,12 +88,12 @@ def test_a_slot_that_was_removed_leaves_its_name_to_the_next(tmp_path: Path) -> 
     slots.remove(second)
     assert [member.name for member in seen.members()] == ["worker-0", "worker-2"] == [slot.name for slot in slots]
     assert [slots.add().name for _ in range(2)] == ["worker-1", "worker-3"]
-    assert seen.members() == slots.members(), "a slot without a worker is no member"
+    assert seen.members() == slots.members(), "a slot without a worker is not a member"
     slots.withdraw()
     assert not file.exists()
 
 
-def test_the_trouble_of_a_worker_that_joins_is_told_with_it() -> None:
+def test_the_trouble_of_a_joining_worker_is_published() -> None:
     slots = slots_of("ready 1")
     (slot,) = slots
     slot.joining.trouble = "disk: no space"

@@ -1,4 +1,4 @@
-"""The weights of a fleet: adapters alone, which who joins has not the base for, memory that is lent, and checksums."""
+"""The weights of a fleet: pushes of adapters alone to workers without their base, lent memory, and checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 
 @dataclass
 class Pair:
-    """Two workers of `model` in bfloat16, in this process, of which those serve that are `members`."""
+    """Two workers of `model` in bfloat16, in this process. `members`: the serving ones."""
 
     model: Path
     addresses: list[str]
@@ -40,13 +40,13 @@ class Pair:
         return [Member(f"worker-{i}", self.addresses[i]) for i in self.serving]
 
     def start(self, index: int) -> None:
-        """Anew, if it was there."""
+        """Start a worker, or restart it if it runs."""
         self.stacks[index].close()
         engine = self.stacks[index].enter_context(serving(self.model, self.addresses[index], dtype="bfloat16"))
         self.engines[index] = engine
 
     def join(self, index: int, folder: Path, peer: int | None = None, noted: PushNote | None = None) -> bool:
-        """Bring a worker to the weights of `peer`, or to those of the push in the folder that was noted."""
+        """Bring a worker to the weights of `peer`, or to the noted push in the folder."""
 
         async def run() -> bool:
             async with AsyncExitStack() as stack:
@@ -88,18 +88,18 @@ def merged(model: PeftModel) -> Weights:
 
 
 def lent_files() -> set[str]:
-    """The numbers of the files without a name that are mapped in this process."""
+    """Return the inodes of the unnamed files that are mapped in this process."""
     return set(re.findall(r"(\d+) +/memfd:trueroll-weights", Path("/proc/self/maps").read_text()))
 
 
 def other_base(model: PeftModel) -> PeftModel:
-    """The model with frozen weights that are not those of its checkpoint."""
+    """Return the model with frozen weights that differ from its checkpoint."""
     with torch.no_grad():
         model.get_base_model().model.embed_tokens.weight.add_(1)  # type: ignore[operator, union-attr]
     return model
 
 
-def test_a_push_is_made_again_with_the_weights_if_a_worker_joined_with_the_merged_ones(
+def test_adapters_are_pushed_again_with_the_weights_if_a_worker_has_merged_ones(
     pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = adapt(pair.model)
@@ -162,10 +162,10 @@ def test_a_worker_that_joins_by_disk_gets_the_weights_before_the_adapters(pair: 
         other.rename(tmp_path / "pushes" / other.name)
         pair.start(0)
         assert not pair.join(0, tmp_path / "pushes", noted=noted), "it waits for a push"
-        assert pair.engines[0].weight_version == 0, "what was handed over is not from an earlier run"
+        assert pair.engines[0].weight_version == 0, "nothing of an earlier run was handed over"
 
 
-def test_a_base_whose_adapters_cannot_be_handed_over_is_not_served(pair: Pair, tmp_path: Path) -> None:
+def test_a_base_without_its_adapters_is_not_served(pair: Pair, tmp_path: Path) -> None:
     trained = other_base(adapt(pair.model))
     with WeightPublisher("disk", folder=tmp_path) as publisher:
         publisher.connect_fleet(pair)
@@ -182,7 +182,7 @@ def test_a_base_whose_adapters_cannot_be_handed_over_is_not_served(pair: Pair, t
         assert pair.engines[0].weight_version == 900, "the base has reached the worker"
 
 
-def test_checksums_and_an_audit_are_of_all_workers(pair: Pair) -> None:
+def test_checksums_and_an_audit_cover_all_workers(pair: Pair) -> None:
     trained = adapt(pair.model)
     align(trained)
     with WeightPublisher(timeout=20.0) as publisher, FleetClient(pair) as client:
@@ -200,13 +200,13 @@ def test_checksums_and_an_audit_are_of_all_workers(pair: Pair) -> None:
         change(trained, seed=1)
         publisher.push(trained, 2, allow_older=True, adapters=True)
         with pytest.raises(
-            TruerollError, match=r"worker-1: expected the weights of worker-0, version 2, found others in"
+            TruerollError, match=r"workers worker-0 \(version 2\) and worker-1 \(version .\) differ in the weights"
         ):
             audit(trained, client, [[1, 2, 3]])
 
 
 def test_lent_weights_and_adapters_follow_each_other(pair: Pair) -> None:
-    """Whoever adds adapters to lent weights, sleeps, or gets a push in place has memory of his own then."""
+    """A worker with lent weights gets its own memory if it adds adapters, sleeps, or gets a push in place."""
     plain, trained = merged(adapt(pair.model, seed=7)), adapt(pair.model)
     before = dense(pair.engines[0])
     with WeightPublisher(timeout=20.0) as publisher, WeightPublisher(in_place=True) as in_place:

@@ -1,4 +1,4 @@
-"""A worker with a tiny model that chats, and a front end and a client of it."""
+"""Fixtures: a worker with a tiny chat model, and a front end and a client of it."""
 
 from __future__ import annotations
 

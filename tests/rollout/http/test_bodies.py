@@ -1,4 +1,4 @@
-"""Bodies while they arrive: their budget over all connections, their time, and the slots that they do not take."""
+"""Bodies while they arrive: the budget of all connections, time limits, and that an incomplete body takes no slot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 2**10
 
 
 class Client:
-    """What a request's body comes from: `send` what comes next."""
+    """A client that sends the body of a request. `send`: send the next part."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.scope: dict[str, Any] = {"headers": []}
@@ -63,7 +63,7 @@ def test_large_slow_bodies_give_way_and_small_ones_get_through() -> None:
         await small.send(KIB)
         assert held(reader) == 15 * KIB
         await large[2].send(4 * KIB)
-        refused = await large[0].refusal()  # it holds the most for the longest time
+        refused = await large[0].refusal()  # it has held the most bytes for the longest time
         assert (refused.status, refused.code, refused.headers["Retry-After"]) == (503, "bodies_full", "1")
         assert held(reader) == 12 * KIB
         await small.send(1, is_last=True)
@@ -81,7 +81,7 @@ def test_large_slow_bodies_give_way_and_small_ones_get_through() -> None:
     asyncio.run(check())
 
 
-def test_a_body_that_nothing_takes_is_let_go() -> None:
+def test_an_unused_body_is_returned_to_the_budget() -> None:
     async def check() -> None:
         reader = bodies()
         client = Client(reader)
@@ -95,8 +95,8 @@ def test_a_body_that_nothing_takes_is_let_go() -> None:
     asyncio.run(check())
 
 
-def test_what_arrives_for_a_body_that_gave_way_is_not_taken_for_a_body() -> None:
-    """The last part may be there before the task that reads it learns that it gave way."""
+def test_data_for_an_evicted_body_is_discarded() -> None:
+    """The last part may arrive before the reading task learns of the eviction."""
 
     async def check() -> None:
         reader = bodies(max_unfinished_bytes=8 * KIB)
@@ -111,8 +111,8 @@ def test_what_arrives_for_a_body_that_gave_way_is_not_taken_for_a_body() -> None
     asyncio.run(check())
 
 
-def test_a_body_whose_time_is_just_over_may_give_way() -> None:
-    """Its limit cannot be moved any more, which must not be the error of the body that needs the room."""
+def test_a_body_can_be_evicted_right_after_its_timeout() -> None:
+    """An expired timeout cannot be rescheduled. That error must not reach the body that needs the room."""
 
     async def check() -> None:
         reader = bodies()
@@ -148,13 +148,13 @@ def test_a_body_is_bounded_in_length_and_time() -> None:
 
 
 def test_the_budget_must_have_room_for_one_body() -> None:
-    with pytest.raises(ConfigError, match="max_unfinished_bytes: 2048 is less than max_body_bytes, 4096"):
+    with pytest.raises(ConfigError, match=r"max_unfinished_bytes: 2048 is less than max_body_bytes \(4096\)"):
         HttpConfig(address="ipc://x", max_body_bytes=4096, max_unfinished_bytes=2048)
 
 
 @pytest.fixture(scope="module")
 def narrow(chat_model: Path) -> Iterator[Front]:
-    """Takes one request at a time."""
+    """A front end that accepts one request at a time."""
     with (
         serving(FakeEngine()) as running,
         front_end(running.address, tokenizer=str(chat_model), max_open_requests=1) as front,

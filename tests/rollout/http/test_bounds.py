@@ -1,4 +1,6 @@
-"""What one request may cost the others: each bound refuses before the work is done, and long work is done in steps."""
+"""Limits on what one request may cost the others: each limit refuses before the work is done; long work runs in
+steps.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def over_limit(front: Front, limit: str) -> float:
 
 
 def refused(front: Front, path: str, body: Any, limit: str) -> dict[str, Any]:
-    """The error of a request that is beyond a limit, which counts it."""
+    """Post a request that exceeds a limit, check that it is counted, and return the error."""
     before = over_limit(front, limit)
     error = error_of(front.post(path, body))
     assert over_limit(front, limit) == before + 1, error
@@ -70,7 +72,7 @@ def refused(front: Front, path: str, body: Any, limit: str) -> dict[str, Any]:
 
 
 def cost_of(body: bytearray) -> int:
-    """What a body's elements cost, read one character after the other."""
+    """Compute the cost of a body's elements, one character at a time."""
     cost, in_string, characters = 0, False, iter(range(len(body)))
     for at in characters:
         character = bytes(body[at : at + 1])
@@ -101,18 +103,18 @@ def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: p
         cost = cost_of(body)
         list(check_elements(body, cost, True))
         if cost:
-            with pytest.raises(HttpError, match=f"more than {cost - 1} "):
+            with pytest.raises(HttpError, match=rf"too many elements \(limit {cost - 1};"):
                 list(check_elements(body, cost - 1, True))
 
 
 @pytest.mark.parametrize("step_bytes", [50, 2**18])
-def test_numbers_have_few_digits(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time to read one grows with the square of its digits. In strings they are no numbers."""
+def test_numbers_with_many_digits_are_refused(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to parse a number grows with the square of its digits. Digits in strings do not count."""
     monkeypatch.setattr(elements, "_STEP_BYTES", step_bytes)
     for number in ("1" * 90, "0." + "1" * 90, "1e" + "0" * 90):
         list(check_elements(bytearray(f'{{"a": "{number}", "b": [1, "\\"{number}"]}}', "utf-8"), 1000, True))
         for body in (f'{{"a": {number}}}', f'["{number}", {number}]'):
-            with pytest.raises(HttpError, match="a number has more than 40 digits in a row"):
+            with pytest.raises(HttpError, match="a number has too many digits in a row"):
                 list(check_elements(bytearray(body, "utf-8"), 1000, True))
 
 
@@ -121,7 +123,7 @@ def test_elements_are_counted_before_they_are_parsed(front: Front) -> None:
     response = httpx2.post(f"{front.url}/v1/completions", content=broken, headers={"Authorization": "Bearer none"})
     assert response.status_code == 413 and error_of(response)["code"] == "too_many_elements"
     assert "--max-body-elements" in error_of(response)["message"]
-    assert httpx2.post(f"{front.url}/v1/completions", content=broken[:50]).status_code == 400, "it is no JSON"
+    assert httpx2.post(f"{front.url}/v1/completions", content=broken[:50]).status_code == 400, "it is not valid JSON"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_many_elements_are_refused(front: Front, path: str, body: Any) -> None:
     assert refused(front, path, body, "max_body_elements")["code"] == "too_many_elements"
 
 
-def test_no_setting_is_named_where_none_helps(front: Front) -> None:
+def test_no_setting_is_named_if_none_would_help(front: Front) -> None:
     headers = {"Authorization": "Bearer none"}
     response = httpx2.post(f"{front.url}/update_weights", content=b"[" + b"1," * 6000 + b"1]", headers=headers)
     error = error_of(response)
@@ -148,7 +150,7 @@ def test_no_setting_is_named_where_none_helps(front: Front) -> None:
 
 
 def request_with(content: bytes, let_go: Callable[[int], None], leaves: bool = False) -> Request:
-    """A request whose body was read, from a client that stays, or leaves as soon as anybody looks."""
+    """A request with a body that was read. With `leaves`, its client disconnects as soon as anything is received."""
     body = _Body(0.0, let_go)
     body.content += content
     body.num_bytes = len(content)
@@ -163,7 +165,7 @@ def request_with(content: bytes, let_go: Callable[[int], None], leaves: bool = F
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of the body that each step of parsing was of."""
+    """For each step of parsing, the number of its body."""
     found: list[int] = []
     parse, numbers = wire._parse, count()
 
@@ -182,8 +184,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("content", [b'{"text": "%s"}' % (b"," * 3 * 2**18), b'{"ids": [%s1]}' % (b"1," * 2**12)])
 def test_long_bodies_are_read_one_after_the_other_in_steps(steps: list[int], content: bytes) -> None:
-    """However many have arrived at once, everything else has a turn between two steps of any of them. A body is long by
-    its bytes or by its elements.
+    """Other work runs between any two steps, however many bodies have arrived at once. A body is long by its bytes or
+    by its elements.
     """
     by_turn, room = [0], [0]
 
@@ -205,7 +207,7 @@ def test_long_bodies_are_read_one_after_the_other_in_steps(steps: list[int], con
     assert room == [0, *[len(content)] * 8]
 
 
-def test_a_client_that_leaves_while_its_body_waits_ends_the_wait(steps: list[int]) -> None:
+def test_a_client_that_disconnects_ends_the_wait_of_its_body(steps: list[int]) -> None:
     room: list[int] = []
     content = b'{"text": "%s"}' % (b"x" * 2**17)
 
@@ -228,7 +230,7 @@ def test_by_default_half_a_million_token_ids_are_taken() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the child processes are asked for."""
+    """The calls that the child processes get."""
     calls: list[str] = []
     ask = TextChild._ask
 
@@ -252,7 +254,7 @@ CONVERSATION = [{"role": "user", "content": "x" * 10_000}]
         ("/v1/chat/completions", {"messages": CONVERSATION, "stream": True}, "messages"),
     ],
 )
-def test_a_text_that_cannot_fit_is_refused_before_it_is_read(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     front: Front, asked: list[str], path: str, body: Any, param: str
 ) -> None:
     error = refused(front, path, body, "max_model_len")
@@ -262,18 +264,18 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(
     assert len(asked) == 1
 
 
-def test_a_text_that_turns_out_too_long_is_refused_with_its_tokens(front: Front, asked: list[str]) -> None:
+def test_a_text_with_too_many_tokens_is_refused_with_their_number(front: Front, asked: list[str]) -> None:
     error = refused(front, "/v1/completions", {"prompt": "x" * 600}, "max_model_len")
     assert "600 tokens" in error["message"] and asked == ["encode"]
 
 
-def test_a_conversation_that_is_rendered_too_long_says_so(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_with_too_much_rendered_text_is_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     async def encode_conversation(*_: Any) -> list[int]:
         raise TooMany("characters", 20_001)
 
     monkeypatch.setattr(Texts, "encode_conversation", encode_conversation)
     error = refused(front, "/tokenize", {"messages": [{"role": "user"}]}, "max_text_chars")
-    assert error["code"] == "text_too_long" and "20001 characters are more than 20000" in error["message"]
+    assert error["code"] == "text_too_long" and "20001 characters are too many (limit 20000)" in error["message"]
 
 
 def test_all_texts_together_are_bounded(front: Front, asked: list[str]) -> None:
@@ -298,13 +300,13 @@ def test_all_texts_together_are_bounded(front: Front, asked: list[str]) -> None:
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 64, "logprobs": 1}}),
     ],
 )
-def test_an_answer_is_planned_before_it_is_accepted(front: Front, path: str, body: Any) -> None:
+def test_the_size_of_an_answer_is_estimated_before_its_request_is_accepted(front: Front, path: str, body: Any) -> None:
     error = refused(front, path, body, "max_answer_bytes")
-    assert error["code"] == "answer_too_large" and "more than 65536: " in error["message"]
+    assert error["code"] == "answer_too_large" and "(limit 65536): " in error["message"]
     assert "lower max_tokens, n or the number of log-probs" in error["message"]
 
 
-def test_a_stream_is_not_planned(front: Front) -> None:
+def test_the_size_of_a_stream_is_not_estimated(front: Front) -> None:
     body = {"prompt": [1], "n": 100, "max_tokens": 400, "stream": True, "logprobs": 1}
     assert events(front.post("/v1/completions", body))[-1] == "[DONE]"
 
@@ -313,12 +315,12 @@ def test_by_default_64_samples_of_4096_tokens_with_ids_and_log_probs_are_accepte
     fields = ChatFields.model_validate(dict(messages=[{"role": "user"}], logprobs=True, return_token_ids=True))
     params = SamplingParams(n=64, max_tokens=4096)
     check_answer([[1] * 4096], params, 8192, _token_bytes(fields), DEFAULTS.max_answer_bytes)
-    with pytest.raises(HttpError, match="64 samples of up to 4096 tokens, "):
+    with pytest.raises(HttpError, match="64 samples of up to 4096 tokens at "):
         check_answer([[1] * 4096], params, 8192, _token_bytes(fields), 2**24)
 
 
-def test_more_is_planned_than_an_answer_takes(front: Front) -> None:
-    """In each form."""
+def test_the_estimated_size_exceeds_the_actual_size(front: Front) -> None:
+    """Checked in the format of each endpoint."""
     prompt, words = [5, 6, 7], dict(n=3, max_tokens=20, seed=1)
     for path, body in [
         ("/v1/completions", {"prompt": prompt, **words, "logprobs": 5, "return_token_ids": True, "echo": True}),
@@ -333,7 +335,7 @@ def test_more_is_planned_than_an_answer_takes(front: Front) -> None:
 
 
 def contents() -> Iterator[tuple[Any, Any]]:
-    """A value with Rows, and the same with lists."""
+    """Yield pairs of a value with Rows and the same value with lists."""
     for size in (0, 1, 2, STEP_ENTRIES, STEP_ENTRIES + 1, 5000):
         numbers, text = list(range(size)), '"é\U0001f600\ud800' * size
         choice = {"index": 1, "text": text, "none": None, "ids": numbers, "rows": Rows(iter(numbers), 100)}
@@ -361,10 +363,8 @@ async def taken(parts: AsyncGenerator[bytes, None]) -> int:
 @pytest.mark.parametrize(
     ("entry", "width", "most"), [("entry", 1, STEP_ENTRIES), ({"text": "x" * 91}, None, TURN_CHARS // 100 + 1)]
 )
-def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers(
-    entry: Any, width: int | None, most: int
-) -> None:
-    """Of long lists, and of many short choices."""
+def test_other_work_runs_between_the_steps_of_long_answers(entry: Any, width: int | None, most: int) -> None:
+    """Checked for long lists and for many short choices."""
     steps: list[int] = []
 
     def entries() -> Iterator[str]:
@@ -389,7 +389,7 @@ def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers(
     assert max(others[9:]) <= most and sum(steps) == 200 * most
 
 
-def test_a_long_answer_is_made_while_it_is_read() -> None:
+def test_a_long_answer_is_produced_while_the_client_reads_it() -> None:
     made = 0
 
     def entries() -> Iterator[str]:
@@ -418,7 +418,7 @@ def test_a_long_answer_is_made_while_it_is_read() -> None:
     asyncio.run(run())
 
 
-def test_a_long_delta_is_told_in_several_events() -> None:
+def test_a_long_delta_is_split_into_several_events() -> None:
     tokens = list(range(1000))
     columns = np.arange(1000, dtype=np.float32)
     tops = np.arange(7000, dtype=np.int32).reshape(1000, 7)
@@ -434,7 +434,7 @@ def test_a_long_delta_is_told_in_several_events() -> None:
 
 
 class SlowModel:
-    """Encodes texts, but long ones not before it is told to, or nobody waits any more."""
+    """A tokenizer that blocks on long texts until `flow` is set or the text is abandoned."""
 
     longest_token = 1
 
@@ -450,7 +450,7 @@ class SlowModel:
         return [len(text)]
 
 
-def test_short_texts_do_not_wait_for_long_ones_and_nobody_for_the_abandoned() -> None:
+def test_short_texts_do_not_wait_for_long_ones_and_abandoned_texts_are_dropped() -> None:
     model: Any = SlowModel()
     texts = Texts(model)
     size = LONG_CHARS + 1
@@ -485,7 +485,7 @@ def grown():
 before = psutil.Process().memory_info().rss
 body = bytearray(2**23)
 body += b"x"
-del body  # from now on glibc by itself maps no block that is smaller
+del body  # from now on, glibc by default maps no smaller block
 bodies = [bytearray(b"x" * 2**20) for _ in range(64)]
 behind = [bytearray(2**14) for _ in range(100)]
 assert grown() > 2**25
@@ -496,6 +496,6 @@ print(grown() < 2**23)
 
 @pytest.mark.parametrize(("how", "goes_back"), [("mapped", True), ("by itself", False)])
 def test_the_memory_of_long_bodies_goes_back_to_the_system(how: str, goes_back: bool) -> None:
-    """Also where something else lies behind them, as it otherwise does not."""
+    """Even if other blocks lie behind them on the heap. By default the memory would not return in that case."""
     done = subprocess.run([sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True)
     assert done.stdout == f"{goes_back}\n"

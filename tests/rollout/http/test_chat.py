@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the model's own template, tools, streams, and the bits of the client."""
+"""`/v1/chat/completions`: the model's chat template, tools, streams, and the same bits as from the client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_chat_has_the_prompt_and_the_bits_that_the_template_gives(
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_a_chat_streams_what_it_would_say_whole(front: Front) -> None:
+def test_a_streamed_chat_equals_the_whole_one(front: Front) -> None:
     fields: dict[str, Any] = FIELDS | {"max_tokens": 400, "logprobs": True}
     whole: Any = front.openai().chat.completions.create(**fields)
     stream = front.openai().chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
@@ -71,10 +71,10 @@ def test_a_chat_streams_what_it_would_say_whole(front: Front) -> None:
     assert all(event.usage is None for event in told[:-1])
 
 
-def test_what_a_template_gets_may_have_any_name_and_depth(front: Front) -> None:
+def test_template_arguments_may_have_any_name_and_depth(front: Front) -> None:
     nested: Any = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})
     told = FIELDS | {"messages": [{"role": "user", "content": "x", "more": nested}], "max_tokens": 1}
-    for name, status in (("function", 200), ("self", 400)):  # transformers has one of its own
+    for name, status in (("function", 200), ("self", 400)):  # `self` is a parameter of transformers' method
         response = front.post("/v1/chat/completions", told | {"chat_template_kwargs": {name: 1}})
         assert response.status_code == status, response.text
 
@@ -107,7 +107,7 @@ TWO = ONE + '\n<tool_call>{"name": "stop"}</tool_call>\n'
         *[(text, text, []) for text in map(CALL.format, ("NaN", "1e999", '"\\ud800"'))],
     ],
 )
-def test_calls_of_tools_are_found_however_the_text_comes(
+def test_tool_calls_are_found_however_the_text_is_split(
     size: int, text: str, content: str, calls: list[tuple[str, Any]]
 ) -> None:
     parted = ToolText()
@@ -171,7 +171,7 @@ def test_a_call_that_a_model_writes_reaches_the_openai_package(
         ({"logprobs": 2}, "logprobs"),
     ],
 )
-def test_a_conversation_that_is_none_is_refused(front: Front, changed: dict[str, Any], param: str | None) -> None:
+def test_an_invalid_conversation_is_refused(front: Front, changed: dict[str, Any], param: str | None) -> None:
     response = front.post("/v1/chat/completions", FIELDS | changed)
     assert response.status_code == 400
     error = error_of(response)

@@ -1,4 +1,6 @@
-"""Clients with keys of their own: what each role opens, whose samples and prefixes a user meets, and the keys' file."""
+"""Clients with their own keys: the paths of each role, isolation of users' samples and prefixes, and the clients
+file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
 from trueroll.rollout.network.keys import OWNER, Client
 
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
-TEXT = f"# who may ask\n\ngenerate alice {ALICE}\ngenerate bob {BOB}\ncontrol operator {OPERATOR}\n"
+TEXT = f"# the clients\n\ngenerate alice {ALICE}\ngenerate bob {BOB}\ncontrol operator {OPERATOR}\n"
 PROMPT = list(range(100, 164))
 CONTROL_PATHS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"}
 
@@ -41,14 +43,14 @@ def named(worker: WorkerProcess, file: Path) -> Iterator[Front]:
 
 
 def ask(front: Front, key: str, **fields: object) -> int:
-    """How many tokens of the prompt were cached."""
+    """Complete the prompt, and return how many of its tokens were cached."""
     front.key = key
     response = front.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "seed": 1, **fields})
     response.raise_for_status()
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_role_opens_what_it_is_for(chat_model: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_role_opens_only_its_paths(chat_model: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     fake = FakeEngine()
     with (
@@ -62,7 +64,7 @@ def test_a_role_opens_what_it_is_for(chat_model: Path, file: Path, caplog: pytes
         for path in sorted(CONTROL_PATHS):
             refused = front.post(path)
             assert refused.status_code == 403 and error_of(refused)["code"] == "forbidden", path
-            assert f"{path}: it needs the role control" in error_of(refused)["message"]
+            assert f"{path} needs the role control" in error_of(refused)["message"]
         assert front.post("/%70ause").status_code == 403 and front.get("/nowhere").status_code == 404
         assert fake.actions == []
         front.key = OPERATOR
@@ -75,8 +77,8 @@ def test_a_role_opens_what_it_is_for(chat_model: Path, file: Path, caplog: pytes
     assert not any(key in caplog.text for key in (ALICE, BOB, OPERATOR))
 
 
-def test_each_path_is_open_to_a_role_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that is new opens to `control` alone until GENERATE_PATHS has it."""
+def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new path is open to the role `control` only, until it is added to GENERATE_PATHS."""
     served: set[str] = set()
     monkeypatch.setattr("trueroll.rollout.http.app.Guard", lambda *given: served.update(given[-1]))
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
@@ -86,7 +88,7 @@ def test_each_path_is_open_to_a_role_on_purpose(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard knows no role for it, and would let anybody pass to the path without."""
+    """The guard knows no role for such a path, and would let any client reach the path without the line end."""
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
     named = Clients({ALICE.encode(): Client("alice", "generate")})
     app = make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), named, guard.Counters())  # type: ignore[arg-type]
@@ -106,7 +108,7 @@ def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakePages:
-    """Stands for what answers."""
+    """Replaces the objects with handlers."""
 
     def __getattr__(self, name: str) -> object:
         return lambda request: None
@@ -114,7 +116,7 @@ class FakePages:
 
 def test_users_share_no_prefixes_unless_they_agree(named: Front, client: RolloutClient) -> None:
     assert ask(named, ALICE) == 0 and ask(named, ALICE) > 32
-    assert ask(named, BOB) == 0, "whether alice sent this prompt does not show"
+    assert ask(named, BOB) == 0, "bob cannot see whether alice sent this prompt"
     assert ask(named, OPERATOR) == 0
     assert ask(named, ALICE, cache_salt="between us") == 0 and ask(named, BOB, cache_salt="between us") > 32
     [group] = client.generate([PROMPT], SamplingParams(max_tokens=2, cache_salt="between us"))
@@ -122,7 +124,7 @@ def test_users_share_no_prefixes_unless_they_agree(named: Front, client: Rollout
     assert ask(named, BOB, cache_salt="x" * 1024) == 0
 
 
-def test_a_salt_of_somebody_else_cannot_be_named() -> None:
+def test_a_user_cannot_name_the_salt_of_another_user() -> None:
     front_ends = Clients({}), Clients({})
     alice, bob = Client("alice", "generate"), Client("bob", "generate")
     plain = SamplingParams()
@@ -175,11 +177,11 @@ def test_a_key_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> 
         (f"generate alice {ALICE}\ncontrol bob {ALICE}", "line 2: this key appears twice"),
         ("generate alice short", "line 1: a key must have at least 16 printable ASCII characters"),
         (f"generate alice {'é' * 20}", "line 1: a key must have at least 16 printable ASCII characters"),
-        ("\n".join(f"generate alice {ALICE}{i}" for i in range(1025)), "it has 1025 keys; at most 1024"),
+        ("\n".join(f"generate alice {ALICE}{i}" for i in range(1025)), "1025 keys are too many"),
         ("#" * 2**18 + "#", "has more than 262144 bytes"),
     ],
 )
-def test_the_file_is_checked_and_its_keys_are_not_told(
+def test_the_clients_file_is_checked_and_errors_do_not_reveal_its_keys(
     text: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
@@ -205,5 +207,5 @@ def test_a_file_that_others_can_read_is_refused(bits: int, tmp_path: Path, monke
     file.chmod(0o600)
     assert clients_of(config).find(f"Bearer {BOB}") == Client("bob", "generate")
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
-    with pytest.raises(ConfigError, match="and TRUEROLL_HTTP_API_KEY has one more"):
+    with pytest.raises(ConfigError, match="clients_file: cannot be combined with TRUEROLL_HTTP_API_KEY"):
         clients_of(config)

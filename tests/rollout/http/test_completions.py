@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/inference/v1/generate`: the tokens, the bits and the fields of their answers."""
+"""`/v1/completions` and `/inference/v1/generate`: tokens, bits and fields of their answers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def bits(logprobs: Any) -> bytes:
 
 
 def check_same(choice: Any, sample: SampleOutput) -> None:
-    """A choice of completions has the sample's tokens and bits."""
+    """Check that a choice of completions has the sample's tokens and bits."""
     assert choice.token_ids == sample.token_ids
     assert choice.logprobs.tokens == [f"token_id:{token_id}" for token_id in sample.token_ids]
     assert sample.logprobs is not None and bits(choice.logprobs.token_logprobs) == sample.logprobs.tobytes()
-    # The JSON number is the float32 itself, not merely one that rounds to it.
+    # The JSON number is exactly the float32, not only a number that rounds to it.
     assert choice.logprobs.token_logprobs == sample.logprobs.tolist()
 
 
@@ -126,7 +126,7 @@ def test_text_prompts_are_tokenized_and_texts_are_told(front: Front, chat_model:
 
 
 def stop_within(text: str) -> str:
-    """Some text in the middle of it that is not at its beginning."""
+    """Return three characters from the middle of a text that do not occur earlier."""
     return next(text[at : at + 3] for at in range(8, len(text)) if text.find(text[at : at + 3]) == at)
 
 
@@ -142,7 +142,7 @@ def test_a_stop_string_ends_the_text_before_it(front: Front, is_stream: bool) ->
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_stop_token_is_told_but_not_in_the_text(front: Front, is_stream: bool, chat_model: Path) -> None:
+def test_a_stop_token_is_returned_but_not_in_the_text(front: Front, is_stream: bool, chat_model: Path) -> None:
     fields: dict[str, Any] = dict(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0.7, seed=9)
     [free] = front.openai().completions.create(**fields, extra_body=IDS).choices
     token_ids: list[int] = free.token_ids  # type: ignore[attr-defined]

@@ -27,17 +27,19 @@ from trueroll.rollout.http.server import listen
 
 DEADLINE = 60.0
 LONG_BYTES = 24 * 2**20
-"""More than the system takes for a client that does not read."""
+"""More bytes than the kernel buffers for a client that does not read."""
 
 
 class Panic(BaseException):
-    """What a library in Rust raises that breaks a rule of its own."""
+    """Stands for the exception that a panic in a Rust library raises."""
 
 
 class Server:
-    """Connections on a thread. `/hold` is answered once `flow` is set, `/read` after its body, `/wait` once its
-    client has left, `/long` at great length, `/broken` with a beginning, `/refused` with an end of the connection, and
-    other paths at once.
+    """Connections on a thread, in front of a small application.
+
+    Its paths: `/hold` answers once `flow` is set, `/read` after the whole body, `/wait` once the client has
+    disconnected, `/long` with `LONG_BYTES`, `/broken` with only the beginning of an answer, `/panic` not at all,
+    `/refused` with an answer that closes the connection, and all other paths at once.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -112,17 +114,17 @@ class Server:
         return Raw(socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE))
 
     def ask(self, function: Callable[[], Any]) -> Any:
-        """What `function` gives on the thread of the server."""
+        """Call `function` on the server's thread, and return its result."""
         told: Future[Any] = Future()
         self.loop.call_soon_threadsafe(lambda: told.set_result(function()))
         return told.result(DEADLINE)
 
     def stages(self) -> dict[str, int]:
-        """How many connections are in each stage."""
+        """Return the number of connections in each stage."""
         return self.ask(lambda: {s.labels["stage"]: int(s.value) for s in self._samples(0) if s.value})
 
     def closed(self) -> dict[str, int]:
-        """How many connections were closed, by reason."""
+        """Return the number of closed connections by reason."""
         return self.ask(lambda: {s.labels["reason"]: int(s.value) for s in self._samples(2) if s.value})
 
     def _samples(self, number: int) -> Any:
@@ -141,7 +143,7 @@ def clients(server: Server, count: int) -> Iterator[list[Raw]]:
 
 
 def error_code(raw: Raw, status: int) -> str:
-    """The code of the JSON error that is answered, after which the connection is closed."""
+    """Return the code of the error that the server answers, and check that it closes the connection then."""
     found, headers, told = raw.answer()
     assert (found, headers["connection"], headers["content-type"]) == (status, "close", "application/json"), told
     assert told["error"].keys() == {"message", "type", "param", "code"} and raw.is_closed()
@@ -165,8 +167,8 @@ def test_requests_follow_each_other_on_a_connection(plain: Server) -> None:
         assert raw.is_closed()
 
 
-def test_what_is_written_is_sent_at_once(plain: Server) -> None:
-    """The head of an answer and its body are one segment, and none waits for an acknowledgement."""
+def test_answers_are_sent_at_once(plain: Server) -> None:
+    """Nagle's algorithm is off, so no segment of an answer waits for an acknowledgement."""
     with plain.connect() as raw:
         raw.send_head("GET", "/health")
         raw.answer()
@@ -175,7 +177,7 @@ def test_what_is_written_is_sent_at_once(plain: Server) -> None:
         assert told.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_client_is_told_to_send_its_body(plain: Server) -> None:
+def test_a_client_that_expects_100_continue_is_told_to_send_its_body(plain: Server) -> None:
     with plain.connect() as raw:
         raw.send_head("POST", "/read", "Content-Length: 2", "Expect: 100-continue")
         assert raw.line().startswith(b"HTTP/1.1 100") and raw.line() == b"\r\n"
@@ -183,7 +185,7 @@ def test_a_client_is_told_to_send_its_body(plain: Server) -> None:
         assert raw.answer()[2] == "2"
     with plain.connect() as raw:
         raw.send_head("POST", "/refused", "Content-Length: 2", "Expect: 100-continue")
-        assert raw.answer()[2] == "/refused", "nobody asked for the body"
+        assert raw.answer()[2] == "/refused", "the server did not ask for the body"
 
 
 def test_scopes_of_open_connections_have_different_clients(plain: Server) -> None:
@@ -246,7 +248,7 @@ def test_a_long_body_that_is_not_read_does_not_keep_its_sender_from_the_answer(p
         ),
     ],
 )
-def test_what_is_refused_before_the_application_gets_the_usual_error(
+def test_requests_refused_before_the_application_get_the_usual_error(
     plain: Server, data: bytes, status: int, code: str
 ) -> None:
     with plain.connect() as raw:
@@ -272,7 +274,7 @@ def test_a_request_after_another_is_bounded_like_the_first(plain: Server) -> Non
 
 
 def test_the_event_loop_has_its_turn_between_many_chunks(plain: Server) -> None:
-    """What one connection sends in one segment is taken a few events at a time."""
+    """Events of one segment are handled a few at a time."""
     taken: list[int] = []
     http = connections.h11.Connection
 
@@ -299,7 +301,7 @@ def test_the_event_loop_has_its_turn_between_many_chunks(plain: Server) -> None:
     assert sum(taken) > 100 and max(taken) <= 2 * connections.EVENTS_PER_TURN
 
 
-def test_connections_that_ask_nothing_are_closed_in_time() -> None:
+def test_connections_without_requests_are_closed_in_time() -> None:
     with Server(head_seconds=0.2, keep_alive_seconds=0.4, linger_seconds=60.0) as server:
         with clients(server, 3) as (silent, slow, answered):
             slow.send(b"GET /health HTTP/1.1\r\nHost:")
@@ -312,7 +314,7 @@ def test_connections_that_ask_nothing_are_closed_in_time() -> None:
         assert server.closed() == {"head": 2, "keep_alive": 1}
 
 
-def test_a_head_that_trickles_after_an_answer_has_no_more_time_than_the_first() -> None:
+def test_the_head_of_a_later_request_has_the_same_time_limit() -> None:
     with Server(head_seconds=0.2) as server, server.connect() as raw:
         raw.send_head("GET", "/health")
         raw.answer()
@@ -329,7 +331,7 @@ def test_an_error_after_a_head_request_has_its_content() -> None:
         assert error_code(raw, 408) == "invalid_request_error"
 
 
-def test_a_client_that_leaves_after_a_body_that_fills_a_read_is_noticed(plain: Server) -> None:
+def test_a_disconnect_after_a_body_of_exactly_one_read_is_noticed(plain: Server) -> None:
     num_left = plain.num_left
     with plain.connect() as raw:
         raw.send_head("POST", "/wait", f"Content-Length: {READ_BYTES}", "Expect: 100-continue")
@@ -340,7 +342,9 @@ def test_a_client_that_leaves_after_a_body_that_fills_a_read_is_noticed(plain: S
 
 
 def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
-    """One that takes the least that is asked for is not, though the system has taken nothing from here meanwhile."""
+    """A client that reads the required minimum is not cut, even if the kernel has taken no bytes from asyncio
+    meanwhile.
+    """
     with Server(write_seconds=3600.0) as server, clients(server, 2) as both:
         for raw in both:
             raw.send_head("GET", "/long")
@@ -348,7 +352,7 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
         while (held := _held(server)) != (time.sleep(0.3) or _held(server)) or len(held) < 2:
             pass
         stuck, slow = held
-        assert max(held.values()) <= 2 * exchange.WRITE_BYTES, "a part of the answer is held"
+        assert max(held.values()) <= 2 * exchange.WRITE_BYTES, "only a part of the answer is in memory"
         for each in held:
             each._num_unsent = each._count_unsent()
         taken = both[1].socket.recv(FEWEST_WRITTEN_BYTES, socket.MSG_WAITALL)
@@ -363,12 +367,12 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
 
 
 def _writing(server: Server) -> list[Any]:
-    """The connections whose clients have not taken all that was written, the oldest first."""
+    """Return the connections with unread answers, the oldest first."""
     return server.ask(lambda: [each for each in server.connections._stages if each._write_deadline is not None])
 
 
 def _held(server: Server) -> dict[Any, int]:
-    """What the system has not taken of these."""
+    """Return the size of the write buffer of each of these connections."""
     return {each: each._transport.get_write_buffer_size() for each in _writing(server)}
 
 
@@ -381,7 +385,7 @@ def test_a_connection_ends_whatever_the_application_raises(plain: Server) -> Non
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_an_answer_that_breaks_off_does_not_look_whole(version: str, plain: Server) -> None:
-    """In HTTP/1.0 an answer without a length ends with its connection, which is reset."""
+    """In HTTP/1.0 an answer without a length ends when the connection closes, so the connection is reset instead."""
     with plain.connect() as raw:
         raw.send(f"GET /broken HTTP/{version}\r\nHost: x\r\n\r\n".encode())
         with pytest.raises(ConnectionResetError):
@@ -412,13 +416,15 @@ def test_the_oldest_connection_without_a_request_makes_room() -> None:
         assert held.answer()[2] == newer.answer()[2] == "/hold"
 
 
-def test_no_more_connections_are_open_however_many_give_way_with_a_body() -> None:
+def test_closing_many_connections_with_bodies_keeps_the_limit() -> None:
     with Server(max_connections=3, linger_seconds=60.0) as server, ExitStack() as stack:
         for count in range(1, 13):
             raw = stack.enter_context(server.connect())
             raw.send_head("POST", "/read", "Content-Length: 1")
             server.wait_for(lambda: server.stages().get("body"), min(count, 3))
-            assert server.ask(lambda: len(server.connections)) <= 4, "and one that was told why it gave way"
+            assert server.ask(lambda: len(server.connections)) <= 4, (
+                "at most the limit, and one that reads why it is closed"
+            )
 
 
 def test_health_is_answered_while_all_connections_are_busy() -> None:
@@ -443,7 +449,7 @@ def test_health_is_answered_while_all_connections_are_busy() -> None:
         assert [raw.answer()[2] for raw in busy] == ["/hold", "/hold"]
 
 
-def test_only_busy_health_checks_are_told_that_there_is_no_room() -> None:
+def test_connections_are_refused_unread_only_if_the_reserve_is_busy_too() -> None:
     with Server(max_connections=1) as server, ExitStack() as stack:
         most = 1 + connections.HEALTH_RESERVE
         busy = [stack.enter_context(server.connect()) for _ in range(1)]
@@ -464,7 +470,7 @@ def test_only_busy_health_checks_are_told_that_there_is_no_room() -> None:
 
 @contextmanager
 def few_files(server: Server, spare: int) -> Iterator[None]:
-    """Leave this process `spare` free descriptors, by taking the others."""
+    """Leave this process only `spare` free descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, hard))
@@ -486,7 +492,7 @@ def few_files(server: Server, spare: int) -> Iterator[None]:
 
 def test_without_free_files_old_connections_give_way(caplog: pytest.LogCaptureFixture) -> None:
     with Server() as server, ExitStack() as stack:
-        # Sockets of this process are those of the clients, too: they are made before.
+        # The clients' sockets belong to this process as well, so they are created first.
         sockets = [socket.socket() for _ in range(8)]
         raws = [stack.enter_context(Raw(each)) for each in sockets]
         with few_files(server, spare=2):
@@ -526,7 +532,7 @@ def test_a_portion_of_the_waiting_connections_is_accepted_at_a_time() -> None:
     accepted: list[int] = []
 
     class Listener:
-        """Always has one more connection."""
+        """A listener that always has one more connection."""
 
         def accept(self) -> tuple[Any, Any]:
             accepted.append(1)
@@ -546,7 +552,9 @@ def test_half_of_the_descriptors_are_left_to_the_rest_of_the_process() -> None:
     try:
         assert most_connections(HttpConfig(address="ipc://x")) == 500 - connections.HEALTH_RESERVE
         assert most_connections(HttpConfig(address="ipc://x", max_connections=400)) == 400
-        with pytest.raises(ConfigError, match="max_connections: 501 is too many .* 1000 descriptors; give at most 436"):
+        with pytest.raises(
+            ConfigError, match="max_connections: 501 is too many, .* 1000 descriptors; give at most 436"
+        ):
             most_connections(HttpConfig(address="ipc://x", max_connections=501))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -573,8 +581,8 @@ def test_requests_that_do_not_finish_are_cut_at_the_end() -> None:
         assert busy.is_closed()
 
 
-def test_a_client_that_closed_without_a_word_before_its_answer_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """The system learns of it by the answer, between this and the end of the connection."""
+def test_a_client_that_disconnects_unnoticed_leaves_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel learns of the disconnect from the answer, before the connection is closed."""
     with Server() as server:
 
         def are_read() -> list[bool]:
@@ -582,7 +590,7 @@ def test_a_client_that_closed_without_a_word_before_its_answer_leaves_nothing(ca
             return [transport.is_reading() for transport in transports if transport is not None]
 
         with server.connect() as raw:
-            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # so nothing is read on
+            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # so reading pauses
             server.wait_for(server.stages, {"busy": 1})
             raw.send(b"Host: x\r\n\r\n")
             server.wait_for(are_read, [False])

@@ -1,4 +1,4 @@
-"""docs/http.md names every path, field, option, metric and code."""
+"""docs/http.md names every path, field, option, metric and error code."""
 
 from __future__ import annotations
 

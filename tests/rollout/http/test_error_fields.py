@@ -1,4 +1,4 @@
-"""What an error says beside its text: the same of a bad request to the engine, to a client, and over HTTP."""
+"""Attributes of errors: field, value and limit, the same from the engine, from a client and over HTTP."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def about(error: TruerollError) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("prompt", "params", "field", "value", "limit"), BAD_REQUESTS)
-def test_a_bad_request_is_told_alike_by_engine_client_and_http(
+def test_engine_client_and_http_report_a_bad_request_alike(
     engine: Engine,
     client: RolloutClient,
     front: Front,
@@ -98,7 +98,7 @@ def test_a_bad_request_is_told_alike_by_engine_client_and_http(
     assert (response.status_code, error_of(response)["param"]) == (400, "token_ids" if is_prompt else field)
 
 
-def test_a_worker_tells_which_limit_of_its_own_a_request_exceeds(client: RolloutClient, front: Front) -> None:
+def test_an_error_about_a_limit_of_the_worker_carries_the_limit(client: RolloutClient, front: Front) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         client.generate([[5]], SamplingParams(n=2000))
     assert about(caught.value) == (InvalidRequestError, "n", 2000, 1024)
@@ -106,7 +106,7 @@ def test_a_worker_tells_which_limit_of_its_own_a_request_exceeds(client: Rollout
     assert error_of(response)["param"] == "n"
 
 
-def test_a_score_and_its_spans_are_named(engine: Engine, client: RolloutClient) -> None:
+def test_errors_name_the_sequence_of_a_score_and_the_span_of_a_prompt(engine: Engine, client: RolloutClient) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         client.score([[1, 2], [3]])
     assert about(caught.value) == (InvalidRequestError, "sequences[1]", 1, 2)
@@ -117,7 +117,7 @@ def test_a_score_and_its_spans_are_named(engine: Engine, client: RolloutClient) 
     assert caught.value.field == "spans[1]"
 
 
-def test_what_a_client_refuses_by_itself_is_named(client: RolloutClient) -> None:
+def test_errors_that_the_client_raises_itself_name_the_field(client: RolloutClient) -> None:
     cases: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = [
         ([[1], [2**31]], {}, ("prompts[1]", 2**31, 2**31 - 1)),
         ([[1], "text"], {}, ("prompts[1]", "text", None)),
@@ -140,7 +140,7 @@ def fake() -> Iterator[FakeEngine]:
     yield FakeEngine()
 
 
-def test_what_a_worker_has_no_room_or_time_for_is_told_with_the_limit(fake: FakeEngine) -> None:
+def test_errors_about_a_full_or_paused_worker_carry_values_and_limits(fake: FakeEngine) -> None:
     settings: dict[str, Any] = dict(max_queued_requests=1, max_message_bytes=2000, while_unavailable="reject")
     with serving(fake, **settings) as running, RolloutClient(running.address) as client:
         with pytest.raises(QueueFullError) as full:
@@ -186,7 +186,7 @@ def test_fields_are_bounded_and_escaped() -> None:
     assert (received.field, received.value) == ("a\\x1b", r"'b\x1b'")
 
 
-def test_errors_are_pickled_and_copied_with_what_they_carry() -> None:
+def test_errors_are_pickled_and_copied_with_all_attributes() -> None:
     error = PushError("text", field="weight_dir", value=3, limit=2)
     error.lost = ("tcp://127.0.0.1:1",)
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
@@ -195,7 +195,7 @@ def test_errors_are_pickled_and_copied_with_what_they_carry() -> None:
     assert (str(other), about(other)) == ("more text", (PushError, "prompts[0]", 3, 2))
 
 
-def test_a_setting_that_cannot_be_is_named() -> None:
+def test_errors_about_settings_name_the_setting() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(model="m", block_size=0)
     assert about(caught.value)[1:3] == ("block_size", 0)

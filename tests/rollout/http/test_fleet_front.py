@@ -1,4 +1,4 @@
-"""The front end in front of a fleet: the same answers as of one worker."""
+"""A front end of a fleet: the same answers as from one worker."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_stream_goes_on_when_its_worker_is_lost(chat_model: Path, tmp_path: Pa
                 lost = [name for name, health in client.healths().items() if health.requests["open"]]
                 workers[int(lost[0][-1])].kill()
                 write_members(file, [member for name, member in members.items() if name not in lost])
-    assert len(lost) == 1, "it was under way"
+    assert len(lost) == 1, "the request was in flight"
     for choice in whole:
         found = pieces[choice.index]
         assert "".join(piece.text for piece in found) == choice.text

@@ -1,4 +1,4 @@
-"""The worker's lifecycle over HTTP, clients that leave, and what is left when one side is killed."""
+"""The worker's lifecycle over HTTP, clients that disconnect, and what happens when one side is killed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def num_open(running: WorkerOnThread) -> int:
     return running.worker._vitals.health().requests["open"]
 
 
-def test_pause_keeps_or_ends_what_runs(fronted: Front, running: WorkerOnThread, fake: FakeEngine) -> None:
+def test_pause_keeps_or_ends_running_requests(fronted: Front, running: WorkerOnThread, fake: FakeEngine) -> None:
     body = {"prompt": [1], "max_tokens": 5, "seed": 1}
     expected = fronted.post("/v1/completions", body).json()["choices"]
     with ThreadPoolExecutor(2) as threads:
@@ -80,7 +80,7 @@ def test_pause_keeps_or_ends_what_runs(fronted: Front, running: WorkerOnThread, 
         fake.flow.set()
         assert fronted.post("/resume").json() == {"status": "resumed"}
         assert kept.result().json()["choices"] == expected
-        wait_until(lambda: num_open(running) == 0)  # what is open next is the next request
+        wait_until(lambda: num_open(running) == 0)  # so the next open request is the new one
         fake.flow.clear()
         ended = threads.submit(fronted.post, "/v1/completions", body)
         wait_until(lambda: num_open(running) == 1)
@@ -126,7 +126,7 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     assert post("/sleep")["state"] == "asleep" and get("/is_sleeping") == {"is_sleeping": True}
     assert post("/wake_up")["state"] == "ready"
     assert post("/reset_prefix_cache")["state"] == "ready"
-    with pytest.raises(openai.ConflictError, match="is no folder of weights") as caught:
+    with pytest.raises(openai.ConflictError, match="has no weights that this server can read") as caught:
         post("/update_weights", {"weight_dir": str(tmp_path)})
     assert caught.value.code == "push_failed"
     reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))
@@ -136,7 +136,7 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     assert paths <= {*reached} and len(paths) > 10
 
 
-def test_the_prefix_cache_is_forgotten(fronted: Front, fake: FakeEngine) -> None:
+def test_reset_prefix_cache_reaches_the_engine(fronted: Front, fake: FakeEngine) -> None:
     assert fronted.post("/reset_prefix_cache").json() == {"state": "ready", "weight_version": 3}
     assert fake.actions == [("invalidate",)]
 
@@ -183,7 +183,7 @@ def test_no_version_follows_the_last_one(fronted: Front, running: WorkerOnThread
         publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 2**63 - 2)
     answered = fronted.post("/update_weights", {"weight_dir": str(tmp_path)})
     assert answered.status_code == 409
-    assert error_of(answered)["message"].startswith(f"weight_version: no version follows {2**63 - 2}, which is served")
+    assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the last")
 
 
 def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) -> None:
@@ -198,8 +198,10 @@ def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) 
     assert told.json() == {"status": "updated", "weight_version": 9}
 
 
-def test_what_is_there_is_not_told(fronted: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each path that holds no weights gets the same text, whatever is there; the log says what it was."""
+def test_errors_do_not_reveal_which_files_exist(
+    fronted: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every path without weights gets the same error text, whatever is there. The log has the cause."""
     made = {name: tmp_path / name for name in ("absent", "file", "empty", "fifo", "broken", "loop", "push", "json")}
     made["file"].write_text("secret")
     os.mkfifo(made["fifo"])
@@ -215,8 +217,8 @@ def test_what_is_there_is_not_told(fronted: Front, tmp_path: Path, caplog: pytes
         refused = fronted.post("/update_weights", {"weight_dir": path})
         assert refused.status_code == 409 and error_of(refused)["code"] == "push_failed", path
         texts.add(error_of(refused)["message"].replace(brief(path), "PATH"))
-        assert "refused, for" in caplog.text
-    assert len(texts) == 1 and "is no folder of weights that this server can read" in texts.pop()
+        assert "cannot read weights from" in caplog.text
+    assert len(texts) == 1 and "has no weights that this server can read" in texts.pop()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -229,7 +231,7 @@ def test_a_client_that_leaves_ends_its_request(
     has_begun: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Before its first token, and in the middle."""
+    """Checked before the first token and in the middle."""
     if not has_begun:
         fake.flow.clear()
     body = json.dumps({"prompt": [1, SLOW_STEP], "max_tokens": 400, "stream": is_stream})
@@ -245,7 +247,7 @@ def test_a_client_that_leaves_ends_its_request(
     wait_until(lambda: fronted.metric("trueroll_http_open_requests") == 0.0)
     status = 200 if has_begun and is_stream else 499
     assert fronted.metric(f'trueroll_http_requests_total{{path="/v1/completions",status="{status}"}}') == 1.0
-    assert [record for record in caplog.records if record.levelname == "ERROR"] == [], "it is no fault"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == [], "a disconnect is not an error"
 
 
 def test_a_sample_that_fails_is_an_error(fronted: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +272,7 @@ def test_a_stream_of_a_killed_worker_ends_with_an_error(chat_model: Path, tmp_pa
             fields: dict[str, Any] = dict(model="fake", prompt=[1, SLOW_STEP], max_tokens=400)
             stream = iter(front.openai().completions.create(**fields, stream=True))
             first = [*itertools.islice(stream, 3)]
-            assert len(first) == 3, "it was under way"
+            assert len(first) == 3, "the stream was in flight"
             with ThreadPoolExecutor(1) as threads:
                 waiting = threads.submit(front.post, "/v1/completions", {"prompt": [1, SLOW_STEP], "max_tokens": 400})
                 wait_until(lambda: front.metric("trueroll_http_open_requests") == 2.0)
@@ -291,14 +293,14 @@ def test_without_a_worker_health_says_so(
     worker = fake_process(address=f"ipc://{tmp_path}/worker.sock")
     with front_end(worker.address, tokenizer=str(chat_model)) as front:
         worker.kill()
-        wait_until(lambda: front.get("/health").status_code == 503)  # what it reported last counts for a moment
+        wait_until(lambda: front.get("/health").status_code == 503)  # the last report counts for a moment
         for response in (front.get("/health"), front.post("/v1/completions", {"prompt": [1]}), front.get("/metrics")):
             assert response.status_code == 503 and error_of(response)["code"] == "worker_lost"
             assert response.headers["Retry-After"] == "1"
 
 
 class SlowWorker:
-    """A client of a worker that answers while `answers` is set."""
+    """A client of a worker that answers only while `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()
@@ -316,7 +318,7 @@ class SlowWorker:
         return protocol.Stats(id="a", engine={}, service={})
 
     async def resume(self) -> None:
-        self.state = "paused"  # as if somebody else had paused it since
+        self.state = "paused"  # as if another client had paused it since
 
 
 async def asked_by_turns(condition: Callable[[], bool]) -> None:
@@ -325,8 +327,8 @@ async def asked_by_turns(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never what it said before a call of this front end changed its state."""
+def test_health_returns_the_last_report_while_the_worker_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never a report from before a call of this front end changed the worker's state."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0)
     monkeypatch.setattr(watch, "REPORT_SECONDS", 60.0)
     request = Request({"type": "http", "method": "GET", "query_string": b"", "headers": []})
@@ -345,7 +347,7 @@ def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeyp
         told = json.loads(bytes((await calls.health(request)).body))
         assert told["state"] == "ready" and 0 < told["age_seconds"] < 60
         num_asked = worker.num_asked
-        await asked_by_turns(lambda: worker.num_asked > num_asked)  # a look that will be answered after the change
+        await asked_by_turns(lambda: worker.num_asked > num_asked)  # a poll that is answered after the change
         await calls.resume(request)
         assert looking.report() is None
         asked = asyncio.create_task(calls.health(request))
@@ -363,9 +365,7 @@ def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeyp
     asyncio.run(ask())
 
 
-def test_where_no_process_can_be_made_a_text_is_told_to_come_later(
-    fronted: Front, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_get_503_while_no_process_can_be_forked(fronted: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "x", "max_tokens": 1}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fork", no_process)
@@ -391,22 +391,22 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
         stream = iter(stream)
         assert next(stream).choices
         process.send_signal(signal.SIGTERM)
-        assert [*stream][-1].choices[0].finish_reason in ("stop", "length"), "what runs is finished"
+        assert [*stream][-1].choices[0].finish_reason in ("stop", "length"), "open requests are finished"
         assert process.wait(60) == 0 and process.stdout.read() == ""
     finally:
         process.kill()
         process.wait()
 
 
-def test_it_can_be_told_to_end_as_soon_as_it_is_ready(
+def test_a_signal_ends_the_front_end_as_soon_as_it_is_ready(
     running: WorkerOnThread, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # of this process, with all tests to come
+    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # it would affect all later tests in this process
     rescue = threading.Timer(60, lambda: signal.raise_signal(signal.SIGINT))
     rescue.start()
     config = HttpConfig(address=running.address, port=0, tokenizer=str(chat_model))
     server.serve(config, (None, None), lambda url, model: signal.raise_signal(signal.SIGTERM))
-    assert rescue.is_alive(), "it ended by itself"
+    assert rescue.is_alive(), "it ended before the rescue"
     rescue.cancel()
 
 
@@ -419,10 +419,8 @@ def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model:
     assert set(psutil.Process().children()) <= before
 
 
-def test_what_a_killed_front_end_asked_for_is_ended(
-    running: WorkerOnThread, fake: FakeEngine, chat_model: Path
-) -> None:
-    """What runs, streamed or not, and what a pause holds up; beside somebody else's request, which goes on."""
+def test_the_requests_of_a_killed_front_end_end(running: WorkerOnThread, fake: FakeEngine, chat_model: Path) -> None:
+    """Running requests, streamed or not, and one that a pause holds up. A request of another client goes on."""
     body = {"prompt": [1, SLOW_STEP], "max_tokens": 400}
     with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
         with command(running.address, "0", "--tokenizer", str(chat_model)) as front:
@@ -436,13 +434,13 @@ def test_what_a_killed_front_end_asked_for_is_ended(
         client.resume()
         assert len(other.result()[0].samples[0].token_ids) == 60
         wait_until(lambda: running.worker._vitals.health().requests["kept"] == 0)
-        assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "what was held up had not begun"
+        assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "the held request had not begun"
         assert all(each.exception() is not None for each in asked)
 
 
 @contextmanager
 def command(address: str, port: str, *more: str) -> Iterator[Front]:
-    """A front end in a process of its own, which is killed at the end."""
+    """A front end in a separate process, which is killed at the end."""
     options = ("--port", port, "--model-name", "tiny", *more)
     process = subprocess.Popen([*PROGRAM, "http", address, *options], stdout=subprocess.PIPE, text=True)
     try:
@@ -474,7 +472,7 @@ def test_the_next_front_end_serves_after_one_that_was_killed(running: WorkerOnTh
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("ipc:///nowhere", "--host", "0.0.0.0"), "trueroll: host: expected a loopback IP"),
+        (("ipc:///nowhere", "--host", "0.0.0.0"), "trueroll: host: '0.0.0.0' is not a loopback IP"),
         (("tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at tcp://127.0.0.1:5 may run on another"),
         (("ipc:///nowhere,tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at "),
         (("ipc:///nowhere", "--port", "70000"), "trueroll: port: input should be less than or equal to 65535"),

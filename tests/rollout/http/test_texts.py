@@ -1,4 +1,4 @@
-"""The text of a sample as it grows: its pieces are the whole, whatever the tokens are."""
+"""The text of a growing sample: its pieces join to the whole text, whatever the tokens are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ended(token_ids: list[int], stop_reason: int | str | None = None) -> SampleO
 
 
 def pieces(texts: Texts, token_ids: list[int], stops: list[str], stop_reason: int | str | None) -> list[str]:
-    """Of random sizes, those of a generator that this test owns."""
+    """Return the pieces of a sample's text, for tokens that arrive in random portions."""
     text, at, told = GrowingText(texts, stops, {7}, True), 0, []
     while at < len(token_ids):
         size = random.Random(at).randint(1, 3)
@@ -67,7 +67,7 @@ def test_pieces_of_any_tokens_make_the_text_of_all(texts: Texts, seed: int) -> N
 
 
 @pytest.mark.parametrize("count", [6, 7, 8, 12])
-def test_a_character_behind_bytes_that_are_none_is_whole(texts: Texts, count: int) -> None:
+def test_a_character_after_invalid_bytes_is_whole(texts: Texts, count: int) -> None:
     first, middle, last = texts._model.encode("世")
     token_ids = [*[middle] * count, first, middle, last, *texts._model.encode(" on")]
     text = GrowingText(texts, [], set(), True)
@@ -75,11 +75,13 @@ def test_a_character_behind_bytes_that_are_none_is_whole(texts: Texts, count: in
     assert (
         "".join([*told, text.finish(ended(token_ids))]) == texts.decode(token_ids, True) == "\ufffd" * count + "世 on"
     )
-    assert told[-1] == "n", "it is told while it grows"
+    assert told[-1] == "n", "it is returned while the text grows"
 
 
 class ByteFallback:
-    """Decodes as SentencePiece's models do: bytes, ids above 255, are text only if all that follow one another are."""
+    """A model that decodes like SentencePiece: ids above 255 are bytes, and a run of bytes is text only if all of it is
+    valid UTF-8.
+    """
 
     longest_token = 1
 
@@ -98,7 +100,7 @@ class ByteFallback:
 
 
 @pytest.mark.parametrize("stop", [None, "ore", 46])
-def test_a_decoder_that_changes_what_was_told_ends_no_text(stop: str | int | None) -> None:
+def test_text_goes_on_if_the_decoder_changes_earlier_text(stop: str | int | None) -> None:
     model: Any = ByteFallback()
     texts = Texts(model)
     token_ids = [*[256 + byte for byte in "世".encode()], 256 + 0xFF, *map(ord, " and more" + "." * (stop == 46))]
@@ -109,7 +111,7 @@ def test_a_decoder_that_changes_what_was_told_ends_no_text(stop: str | int | Non
     assert "".join(told) == "世\ufffd and " + ("m" if stop == "ore" else "more")
 
 
-def test_nothing_of_a_stop_string_is_told(texts: Texts) -> None:
+def test_no_part_of_a_stop_string_is_returned(texts: Texts) -> None:
     token_ids = texts._model.encode("one END EN two END")
     told = pieces(texts, token_ids, ["END two", "D EN two END"], "D EN two END")
     assert "".join(told) == "one EN"
@@ -117,24 +119,24 @@ def test_nothing_of_a_stop_string_is_told(texts: Texts) -> None:
     assert "".join(pieces(texts, first, ["XYZ", "Z"], "XYZ")) == "a"
 
 
-def test_a_stop_string_before_its_time_is_text(texts: Texts) -> None:
-    """One that came before `min_tokens` did not end the sample."""
+def test_a_stop_string_before_min_tokens_is_text(texts: Texts) -> None:
+    """A stop string before `min_tokens` did not end the sample."""
     token_ids = texts._model.encode("a, b, c, ")
     told = pieces(texts, token_ids, [", "], ", ")
     assert "".join(told) == "a, b, c"
 
 
-def test_the_token_that_ended_a_sample_is_no_text(texts: Texts) -> None:
+def test_the_stop_token_is_not_part_of_the_text(texts: Texts) -> None:
     assert texts.decode([7], True) != ""
     assert "".join(pieces(texts, [50, 7, 51, 7], [], 7)) == texts.decode([50, 7, 51], True)
     assert "".join(pieces(texts, [50, 7, 51, 7], [], None)) == texts.decode([50, 7, 51, 7], True)
 
 
-def test_a_text_that_nobody_waits_for_is_kept_by_nothing() -> None:
-    """Also while another one is tokenized, which it would have had to wait for."""
+def test_a_cancelled_text_is_freed_at_once() -> None:
+    """Even while it waits for another text that is being tokenized."""
 
     class Text(str):
-        """A string that can be looked for."""
+        """A string that permits weak references."""
 
     may_end = threading.Event()
     model: Any = SimpleNamespace(longest_token=1, encode=lambda *_, is_abandoned: may_end.wait(60), close=lambda: None)
@@ -159,6 +161,6 @@ def test_a_text_that_nobody_waits_for_is_kept_by_nothing() -> None:
     asyncio.run(check())
 
 
-def test_tokens_of_a_page_whose_client_left_are_read_no_further(texts: Texts) -> None:
+def test_decoding_for_the_page_stops_when_the_client_disconnects(texts: Texts) -> None:
     looks = iter([False, False, True])
     assert len(texts._by_token([50, 51, 52, 53], lambda: next(looks))) == 2

@@ -1,6 +1,6 @@
-"""The page at `/ui`: who may see what, what is kept of the answers, and that scoring again compares bits.
+"""The page at `/ui`: access to its data, the kept groups, and the comparison of bits when samples are scored again.
 
-What a browser makes of it is tested in tests/integrations/ui.
+tests/integrations/ui tests the page in a browser.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILES = guard.OPEN_PATHS - {"/health"}
 
 
 def newest(front: Front) -> dict[str, Any]:
-    """What the page is told of the group that was answered last."""
+    """Return the page's data about the latest group."""
     told = front.get("/ui/live").json()["groups"][-1]
     return front.get(f"/ui/group?group={told['id']}").json()
 
@@ -69,8 +69,8 @@ def test_the_page_may_load_and_run_its_own_files_alone(front: Front) -> None:
     assert loaded == FILES - {"/ui"}
 
 
-def test_what_was_answered_is_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
-    """As a whole, in a stream, and as trainers ask for it."""
+def test_answers_are_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
+    """Checked for a whole answer, a stream, and `/inference/v1/generate`."""
     salted = {"cache_salt": "between us", "n": 2, "max_tokens": 6, "seed": 2**63 + 1, "temperature": 0.8}
     fields = salted | {"prompt": PROMPT, "logprobs": 0, "stop": ["never"]}
     [group] = client.generate([PROMPT], SamplingParams(n=2, max_tokens=6, temperature=0.8), seed=2**63 + 1)
@@ -89,11 +89,11 @@ def test_what_was_answered_is_kept_to_the_bit(front: Front, client: RolloutClien
             tokens = tokens_of(front, kept, sample.index)
             assert sample.logprobs is not None and tokens["logprobs"] == sample.logprobs.tolist()
             assert tokens["token_ids"] == sample.token_ids
-    # The requests before have left the prompt's whole blocks in the cache, under the salt.
+    # The earlier requests have left the full blocks of the prompt in the cache, under the salt.
     assert max(told["num_cached_tokens"] for told in newest(front)["samples"]) >= 32
 
 
-def test_what_is_live_comes_once(front: Front) -> None:
+def test_live_data_is_returned_once(front: Front) -> None:
     front.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
     while not (first := front.get("/ui/live").json())["looks"]["time"]:
         time.sleep(0.01)
@@ -152,7 +152,7 @@ def test_other_weights_give_other_bits_and_say_which(front: Front, worker: Worke
 
 
 def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they say, and wherever a part begins: within a character, too."""
+    """Whatever the text is, and wherever a part begins, even within a character."""
     text = "<img src=x onerror=alert(1)>\u202eתודה\x00\x1b[31m 🙂🙂 e\u0301"
     monkeypatch.setattr(pages, "MOST_TOKENS", 5)
     front.post("/v1/completions", {"prompt": text, "max_tokens": 1})
@@ -176,12 +176,12 @@ def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: p
         ("/ui/live?after=1&after=1", 400, "after"),
     ],
 )
-def test_what_is_not_there_is_refused(front: Front, path: str, status: int, param: str) -> None:
+def test_unknown_groups_and_invalid_queries_are_refused(front: Front, path: str, status: int, param: str) -> None:
     refused = front.get(path)
     assert refused.status_code == status and error_of(refused)["param"] == param
 
 
-def test_a_sample_that_is_not_there_is_refused(front: Front) -> None:
+def test_an_unknown_sample_is_refused(front: Front) -> None:
     front.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
     id = newest(front)["id"]
     assert error_of(front.get(f"/ui/tokens?group={id}&sample=1"))["param"] == "sample"
@@ -205,7 +205,7 @@ def sample(index: int, num_tokens: int, **fields: Any) -> SampleOutput:
     return SampleOutput("id", index, [1] * num_tokens, logprobs, **told)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "MOST_GROUPS", 4)
     monkeypatch.setattr(samples, "MOST_BYTES", 40_000)
     monkeypatch.setattr(samples, "MOST_GROUP_BYTES", 20_000)
@@ -217,7 +217,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.num_bytes == 4 * (2 * OBJECT_BYTES + 4 * 2 + 8 * 3)
     log.add([1], SamplingParams(n=3), 9, [sample(2, 9), sample(0, 1500), sample(1, 900)])
     [last] = log.after(6)
-    assert [each.index for each in last.samples] == [0], "a later one that fits must not stand for one that does not"
+    assert [each.index for each in last.samples] == [0], "after a sample that does not fit, no later one is kept"
     for id in range(8, 12):
         log.add([1], SamplingParams(), None, [sample(0, 1500)])
         assert log.num_bytes == sum(group.num_bytes for group in log.after(0)) <= 40_000 and log.get(id) is not None
