@@ -391,7 +391,7 @@ class Campaign:
         raise BrokenPromise("expected workers that serve, found none")
 
     def _note_refusal(self, error: PushError) -> None:
-        if self._victim != "folder" or "weights_folder: cannot make" not in str(error):
+        if self._victim != "folder" or "weights_folder: cannot create" not in str(error):
             raise error
         self.numbers.told["folder"] += 1
 

@@ -67,7 +67,7 @@ def test_a_dense_model_refuses_only_requests_for_routed_experts(tmp_path: Path) 
         refused, group = client.generate(
             [PROMPT, PROMPT], [ASKED, plain.model_copy(update=dict(seed=4))], errors="return"
         )
-        assert isinstance(refused, InvalidRequestError) and "return_routed_experts: expected False" in str(refused)
+        assert isinstance(refused, InvalidRequestError) and "return_routed_experts is not supported" in str(refused)
         assert not isinstance(group, TruerollError)
         assert len(group.samples) == 2 and group.samples[0].routed_experts is None
         with pytest.raises(InvalidRequestError, match="return_routed_experts"):

@@ -871,7 +871,7 @@ def test_an_internal_key_of_a_request_gives_no_access_to_it(
         generate(alice, "a")
         while "alice/a" not in worker.worker._book.ledger.open:
             time.sleep(0.001)
-        with pytest.raises(UnknownRequestError, match="found 'alice/a'"):
+        with pytest.raises(UnknownRequestError, match="has the id 'alice/a'"):
             enter("trainer").abort("alice/a")
         ask(alice, "abort", id="1", request_id="a", index=7)
         ask(alice, "health", id="2")

@@ -98,7 +98,7 @@ REFUSED = {
     "score with a bad filter": (
         {"type": "score", "token_ids": TOKENS, "distribution": {"top_k": 0}},
         "invalid_request",
-        "top_k: ",
+        "top_k must be",
     ),
     "abort of an unknown id": ({"type": "abort", "request_id": "nobody"}, "unknown_request", "'nobody'"),
     "more fields than a message has": (
