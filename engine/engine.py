@@ -202,7 +202,7 @@ class Engine:
             preemptions=scheduler.stats.preemptions,
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
-            evictions=sum([pool.evictions for pool in tables.pools]),
+            evictions=sum(pool.evictions for pool in tables.pools),
             shortened_hits=scheduler.stats.shortened_hits,
             checkpoints_skipped=checkpoints.skipped,
             checkpoints_evicted=checkpoints.evicted,

@@ -243,12 +243,14 @@ class Pipeline:
         takers, ended, start = queued.takers, list[Output](), 0
         ends = takers.counts.cumsum().tolist()
         for sequence, sample, end in zip(takers.decodes.sequences, takers.samples, ends, strict=False):
-            for row in range(start, end if self._ledger.is_open(sample) else start):
+            rows, start = range(start, end), end
+            if not self._ledger.is_open(sample):
+                continue
+            for row in rows:
                 if reason := self._append(sample, drawn, row):
                     self._scheduler.finish(sequence)
                     ended.append(self._ledger.finish_sample(sample, reason))
                     break
-            start = end
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:

@@ -43,7 +43,7 @@ def unpad(
     """`locate` for padded tokens. A sequence begins at each row of `input_ids`, and wherever `position_ids` is 0."""
     indices = _unpadded_indices(input_ids, attention_mask)
     if not len(indices):
-        raise AlignmentError("attention_mask: expected tokens that are not padding, found none; skip such batches")
+        raise AlignmentError("attention_mask marks every token as padding; skip such batches")
     begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
     if position_ids is None:
         return indices, _sequences(begins)
@@ -55,8 +55,7 @@ def unpad(
     packed = _sequences(begins | (given == 0))
     if not torch.equal(given, packed.positions):
         raise AlignmentError(
-            "position_ids: expected positions that count up from 0 in each sequence, found others; leave them out, and "
-            "mark padding in attention_mask"
+            "position_ids do not count up from 0 in each sequence; leave them out, and mark padding in attention_mask"
         )
     return indices, packed
 

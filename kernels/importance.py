@@ -150,8 +150,7 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
     own = log_probs.detach().double()[mask] - sampled.detach().double()[mask]
     if not own.isfinite().all():
         raise AlignmentError(
-            "log_probs and sampled: expected finite numbers, found others within the mask; mask out tokens without a "
-            "log-prob"
+            "log_probs or sampled has NaN or infinity within the mask; mask out tokens without a log-prob"
         )
     return own, mask
 
@@ -208,4 +207,4 @@ def _check_shapes(log_probs: Tensor, sampled: Tensor, mask: Tensor) -> None:
                 "per token"
             )
     if not mask.any():
-        raise AlignmentError("mask: expected tokens that count, found none; skip such batches")
+        raise AlignmentError("mask selects no token; skip such batches")

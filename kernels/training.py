@@ -368,7 +368,7 @@ def _decoder_forward(original: type) -> Callable[..., Any]:
     ) -> MoeModelOutputWithPast:
         given = check_call(original.forward, args, kwargs)
         if given.get("input_ids") is None:
-            raise AlignmentError("input_ids: expected int64 [B, T], found none; pass token ids")
+            raise AlignmentError("input_ids is missing; pass token ids, int64 [B, T]")
         if given.get("return_dict") is False:
             raise AlignmentError("return_dict: an aligned decoder does not return tuples; leave it out")
         return _decode(self, given["input_ids"], given.get("attention_mask"), given.get("position_ids"), routes, record)

@@ -251,7 +251,7 @@ class EngineThread(threading.Thread):
                     self._publish(Finished([], engine.take_deltas()))
             case End(request_id, index):
                 outputs: list[Output] = []
-                with suppress(TruerollError):
+                with suppress(UnknownRequestError):
                     outputs = engine.abort(request_id, index)
                 self._publish(Ended(command, outputs))
             case Run():
