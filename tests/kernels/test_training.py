@@ -761,7 +761,7 @@ REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", REFUSED_CALLS)
 def test_invalid_calls_are_refused(tiny_llama: Path, name: str) -> None:
     argument, call = REFUSED_CALLS[name]
-    with pytest.raises(AlignmentError, match=f"^{argument}: expected .*found"):
+    with pytest.raises(AlignmentError, match=f"^{argument}\\b.*; "):
         token_log_probs(load(tiny_llama, backend="cpu"), **call)
 
 
@@ -782,7 +782,7 @@ def test_invalid_calls_are_refused(tiny_llama: Path, name: str) -> None:
 )
 def test_unsupported_arguments_are_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
     name = next(iter(call))
-    with pytest.raises(AlignmentError, match=f"^position_ids: missing beside {name}|^{name}: (expected|an aligned)"):
+    with pytest.raises(AlignmentError, match=f"^position_ids: missing beside {name}|^{name}\\b"):
         load(tiny_llama, backend="cpu")(IDS, **call)
 
 
@@ -824,7 +824,7 @@ def test_an_aligned_model_takes_the_arguments_of_a_plain_one(tiny_llama: Path) -
 
 
 def test_a_model_without_tokens_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(AlignmentError, match="^input_ids: expected .*found none"):
+    with pytest.raises(AlignmentError, match="^input_ids is missing"):
         load(tiny_llama, backend="cpu")()
 
 

@@ -143,9 +143,6 @@ def fake() -> Iterator[FakeEngine]:
 def test_errors_about_a_full_or_paused_worker_carry_values_and_limits(fake: FakeEngine) -> None:
     settings: dict[str, Any] = dict(max_queued_requests=1, max_message_bytes=2000, while_unavailable="reject")
     with serving(fake, **settings) as running, RolloutClient(running.address) as client:
-        with pytest.raises(QueueFullError) as full:
-            client.generate([[1]] * 3, SamplingParams(max_tokens=100))
-        assert about(full.value) == (QueueFullError, "max_queued_requests", 2, 1)
         with pytest.raises(MessageTooLargeError) as large:
             client.generate([[1] * 1000])
         assert large.value.limit == 2000 and isinstance(large.value.value, int) and large.value.value > 4000
@@ -157,6 +154,9 @@ def test_errors_about_a_full_or_paused_worker_carry_values_and_limits(fake: Fake
             client.generate([[1]])
         assert about(unavailable.value) == (UnavailableError, None, "paused", None)
         client.resume()
+        with pytest.raises(QueueFullError) as full:
+            client.generate([[1]] * 3, SamplingParams(max_tokens=100))
+        assert about(full.value) == (QueueFullError, "max_queued_requests", 2, 1)
 
 
 def test_an_unknown_field_on_the_wire_is_named() -> None:
