@@ -27,9 +27,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, brief
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Column:
-    """A value that is recorded for each token.
+    """A value that is recorded for each token. There is one object for each column.
 
     `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. A token has
     one element, or `top_logprobs` elements if the column `is_listed`.

@@ -12,6 +12,7 @@ worker, as a trainer would.
 import asyncio
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -41,6 +42,10 @@ MALFORMED = 10_000
 SENDERS = 8
 NUM_BLOCKS = 2048
 MEBIBYTE = 2**20
+READ_BYTES = 2**16
+EVENT_CHUNK = re.compile(rb"[0-9a-f]+\r\ndata: (.*)\n\n\r\n")
+"""The front end writes each event as a chunk of its own. JSON has no line ends, so that the size is not needed."""
+LAST_CHUNK = b"0\r\n\r\n"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 Sample = tuple[list[int], bytes]
 """Token ids, and log-probs as the bytes of float32."""
@@ -69,14 +74,13 @@ class Connection:
         """What the server-sent events of the answer say."""
         status, length = await self.send(path, body)
         assert status == 200 and length is None
-        text = b""
-        while size := int(await self.reader.readline(), 16):
-            text += (await self.reader.readexactly(size + 2))[:-2]
-            *lines, text = text.split(b"\n\n")
-            for line in lines:
-                if line != b"data: [DONE]":
-                    yield json.loads(line.removeprefix(b"data: "))
-        await self.reader.readline()
+        data = b""
+        while data != LAST_CHUNK:
+            data += await self.reader.read(READ_BYTES)
+            while (event := EVENT_CHUNK.match(data)) is not None:
+                data = data[event.end() :]
+                if event[1] != b"[DONE]":
+                    yield json.loads(event[1])
 
     async def send(self, path: str, body: bytes) -> tuple[int, int | None]:
         """Send a request and read the head of the answer: its status, and how long its body is, if it says so."""

@@ -254,9 +254,14 @@ class Line:
 
     async def _read(self) -> None:
         while True:
-            frame = await self._socket.recv(copy=False)
-            self._check_worker(frame)
-            self._listener.heard(frame.bytes)
+            self._hear(await self._socket.recv(copy=False))
+            with suppress(zmq.Again):  # the frames that came with it need no future each
+                while True:
+                    self._hear(zmq.Socket.recv(self._socket, zmq.NOBLOCK, copy=False))
+
+    def _hear(self, frame: zmq.Frame) -> None:
+        self._check_worker(frame)
+        self._listener.heard(frame.bytes)
 
     def _check_worker(self, frame: zmq.Frame) -> None:
         """Raise ForbiddenError if there are no keys, and the frame comes from a user other than this one and root."""

@@ -382,6 +382,7 @@ class Growth:
     def __init__(self, first: Delta) -> None:
         self.id, self.index = first.id, first.index
         self._k = num_listed(first)
+        self._widths = {column: column.num_bytes(self._k) for column in _columns(first)}
         self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
 
     @property
@@ -397,8 +398,7 @@ class Growth:
         found, num_known = _columns(delta), self.num_tokens - delta.start
         if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
             return False
-        widths = {column: column.num_bytes(self._k) for column in found}
-        known = self._columns
+        known, widths = self._columns, self._widths
         if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
             return False
         for column, new in found.items():
@@ -407,7 +407,7 @@ class Growth:
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
         """Return the tokens from `start` on as a delta: at least one, and otherwise no more than `max_bytes` allow."""
-        widths = {column: column.num_bytes(self._k) for column in self._columns}
+        widths = self._widths
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {
             column: bytes(known[widths[column] * start : widths[column] * (start + room)])
