@@ -209,7 +209,7 @@ class Pipeline:
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens of the queued step that the next step can use before the host sees them."""
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
-        lanes.expect(takers.decodes.lanes, takers.decodes.sequences)
+        lanes.expect(takers.decodes)
         for place, samples in takers.prompts:
             if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
                 lanes.expect_first(chunks.sequences[place])
@@ -236,21 +236,17 @@ class Pipeline:
         """Give each decoding sequence the tokens of its draws."""
         decodes = takers.decodes
         token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
-        self._scheduler.running.lanes.accept(decodes.lanes, decodes.sequences, token_ids, counts)
+        self._scheduler.running.lanes.accept(decodes, token_ids, counts)
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Give each sample with a sequence of its own the drawn tokens, up to the one that ends the sample."""
-        takers, ended, start = queued.takers, list[Output](), 0
-        ends = takers.counts.cumsum().tolist()
-        for sequence, sample, end in zip(takers.decodes.sequences, takers.samples, ends, strict=False):
-            rows, start = range(start, end), end
-            if not self._ledger.is_open(sample):
-                continue
-            for row in rows:
-                if reason := self._append(sample, drawn, row):
-                    self._scheduler.finish(sequence)
-                    ended.append(self._ledger.finish_sample(sample, reason))
-                    break
+        sequences, samples, ended = queued.takers.decodes.sequences, queued.takers.samples, list[Output]()
+        owners = np.arange(len(sequences)).repeat(queued.takers.counts[: len(sequences)])
+        for row, owner in enumerate(owners.tolist()):
+            sample = samples[owner]
+            if self._ledger.is_open(sample) and (reason := self._append(sample, drawn, row)):
+                self._scheduler.finish(sequences[owner])
+                ended.append(self._ledger.finish_sample(sample, reason))
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:

@@ -42,7 +42,8 @@ class DrawRecord(NamedTuple):
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
     `Distribution`. `basis`: the distribution of the log-probs, as an index into `BASES`. `num_tops`: how many of the
-    most probable tokens are listed beside the entropy; -1 if neither is recorded. `first_free`: the first position at
+    most probable tokens are listed beside the entropy; -1 if neither is recorded. `is_special`: whether filters apply or
+    statistics are recorded. `first_free`: the first position at
     which no token is banned. `end`: the first position beyond `max_tokens`.
     """
 
@@ -55,6 +56,7 @@ class DrawRecord(NamedTuple):
     min_p: float = 0.0
     basis: int = 0
     num_tops: int = -1
+    is_special: bool = False
     first_free: int = 0
     end: int = 2**62
 
@@ -77,6 +79,7 @@ class DrawRecord(NamedTuple):
             params.min_p,
             BASES.index(params.logprobs or "processed"),
             -1 if params.top_logprobs is None else params.top_logprobs,
+            params.has_filters or params.top_logprobs is not None,
             num_prompt_tokens + (params.min_tokens if bans else 0),
             num_prompt_tokens + params.max_tokens,
         )
@@ -88,7 +91,7 @@ class DrawRecord(NamedTuple):
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
 
-DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q q q".split(), strict=True)), align=True)
+DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? q q".split(), strict=True)), align=True)
 """`DrawRecord` as a numpy dtype."""
 
 

@@ -17,7 +17,7 @@ from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
-from .step import NO_LANE, Draws, Step
+from .step import Draws, Step
 
 
 class LaneState:
@@ -31,9 +31,7 @@ class LaneState:
 
     def update(self, draws: Draws, token_ids: Tensor) -> None:
         """Take the tokens of draws, int64 [R], without synchronizing."""
-        lanes = draws.lanes
-        if lanes.min() == NO_LANE:
-            lanes = np.where(lanes == NO_LANE, len(self.last_tokens) - 1, lanes)
+        lanes = draws.lanes % len(self.last_tokens)  # NO_LANE, which is -1, becomes the last element
         self.last_tokens.index_copy_(0, to_device(torch.from_numpy(lanes), token_ids.device), token_ids)
 
 

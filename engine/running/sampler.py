@@ -189,8 +189,8 @@ def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
     """Return the input of `next_tokens` for draws: everything except filters and bans. There must be a draw."""
-    records = draws.records
-    integers = np.stack((draws.rows, records["target"], records["seed"], draws.positions))
+    records, integers = draws.records, np.empty((4, len(draws)), np.int64)
+    integers[:] = draws.rows, records["target"], records["seed"], draws.positions
     columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
     found, temperatures, raw = all_to_device(map(torch.from_numpy, columns), device)
     rows, targets, seeds, positions = found.unbind()

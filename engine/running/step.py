@@ -48,13 +48,12 @@ class Draws:
     @cached_property
     def is_plain(self) -> np.ndarray:
         """The draws from the whole distribution without statistics, bool [R]."""
-        return ~self.is_cut & (self.records["num_tops"] < 0)
+        return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
     def are_plain(self) -> bool:
         """Return whether all draws are plain."""
-        records = self.records
-        return not self.banned and not records["has_filters"].any() and bool((records["num_tops"] < 0).all())
+        return not self.banned and not self.records["is_special"].any()
 
     def take(self, places: np.ndarray) -> Draws:
         """Return the draws at the given places."""

@@ -367,7 +367,7 @@ class _Plan:
         found = np.fromiter(self.sizes, np.int64, len(self.sizes))
         starts = lanes.num_computed[found]
         sizes = np.fromiter(self.sizes.values(), np.int64, len(found))
-        return Chunks(lanes.sequences[found].tolist(), found, starts, starts + sizes)
+        return lanes.chunks(found, starts, starts + sizes)
 
 
 class Scheduler:

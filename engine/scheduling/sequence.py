@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -146,17 +145,20 @@ class Chunk(NamedTuple):
 class Chunks:
     """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
-    `lanes`: the lanes of the sequences when the step was planned. `lanes`, `starts`, `ends`: int64 [N].
+    `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each of these
+    lanes by then. `lanes`, `num_left`, `starts`, `ends`: int64 [N].
     """
 
     sequences: AnySequence[Sequence]
     lanes: np.ndarray
+    num_left: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
 
     def take(self, places: np.ndarray) -> Chunks:
         """Return the chunks at the given places."""
-        return Chunks([self.sequences[i] for i in places], self.lanes[places], self.starts[places], self.ends[places])
+        arrays = (values[places] for values in (self.lanes, self.num_left, self.starts, self.ends))
+        return Chunks([self.sequences[i] for i in places], *arrays)
 
     def __getitem__(self, place: int) -> Chunk:
         return Chunk(self.sequences[place], int(self.starts[place]), int(self.ends[place]))
@@ -169,20 +171,20 @@ class Chunks:
 
 
 _FEWEST_BLOCKS = 16
-_lane_of = attrgetter("lane")
 
 
 class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    In addition to the counters: `num_blocks`, int64 [capacity]. `tables`: for each group the block tables, int64
+    In addition to the counters: `num_blocks`, and `num_left`, the number of sequences that have left the lane, int64
+    [capacity]. `tables`: for each group the block tables, int64
     [capacity, blocks], padded with zeros. `sequences`: the sequence in each lane. `is_decoding`, bool: whether the
     sequence belongs to one sample that has tokens. `samples`, `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
         super().__init__(capacity)
-        self.num_blocks = np.zeros(capacity, np.int64)
+        self.num_blocks, self.num_left = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
@@ -204,8 +206,13 @@ class Lanes(Counters):
     def leave(self, sequence: Sequence) -> None:
         """Take the lane from a sequence that no longer runs."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
+        self.num_left[sequence.lane] += 1
         self._free.append(sequence.lane)
         sequence.counters, sequence.lane = None, -1
+
+    def chunks(self, lanes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Chunks:
+        """Return the chunks [starts, ends) of the sequences in some lanes. All arrays: int64 [N]."""
+        return Chunks(self.sequences[lanes].tolist(), lanes, self.num_left[lanes], starts, ends)
 
     def add_blocks(self, sequence: Sequence) -> None:
         """Copy the new blocks of a sequence to its lane."""
@@ -223,12 +230,13 @@ class Lanes(Counters):
         self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
 
-    def expect(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> None:
+    def expect(self, decodes: Chunks) -> None:
         """Count the next token of each decoding sequence, which is being drawn.
 
         A token that is the last by `max_tokens` is not counted.
         """
-        goes_on = self._holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
+        lanes = decodes.lanes
+        goes_on = self._holds(decodes) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
         lanes = lanes[goes_on]
         self.num_tokens[lanes] += 1
         self.has_unseen[lanes] = True
@@ -240,16 +248,13 @@ class Lanes(Counters):
         if sequence.lane >= 0:
             self._see(sequence)
 
-    def accept(
-        self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int], counts: np.ndarray
-    ) -> None:
+    def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
         """Give decoding sequences their next tokens.
 
         `counts`: int64, the number of tokens of each sequence, at least one. `token_ids`: the tokens, sequence after
-        sequence. `lanes`: the lanes of the sequences when the step was planned. A sequence that has left its lane since
-        gets its tokens, too.
+        sequence. A sequence that has left its lane since the step was planned gets its tokens, too.
         """
-        last = np.array(token_ids)
+        sequences, lanes, last = decodes.sequences, decodes.lanes, np.array(token_ids)
         if len(token_ids) == len(sequences):
             for sequence, token_id in zip(sequences, token_ids, strict=True):
                 sequence.tokens.append(token_id)
@@ -258,7 +263,7 @@ class Lanes(Counters):
             last = last[ends - 1]
             for sequence, start, end in zip(sequences, (ends - counts).tolist(), ends.tolist(), strict=True):
                 sequence.tokens.extend(token_ids[start:end])
-        if not (held := self._holds(lanes, sequences)).all():
+        if not (held := self._holds(decodes)).all():
             lanes, last, counts = lanes[held], last[held], counts[held]
         self.last_token[lanes] = last
         self.num_tokens[lanes] += counts - self.has_unseen[lanes]
@@ -271,9 +276,9 @@ class Lanes(Counters):
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
 
-    def _holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
-        """Return which lanes still belong to the sequences that had them, bool [lanes]."""
-        return np.fromiter(map(_lane_of, sequences), np.int64, len(lanes)) == lanes
+    def _holds(self, chunks: Chunks) -> np.ndarray:
+        """Return which sequences still have the lanes that they had when the step was planned, bool [N]."""
+        return self.num_left[chunks.lanes] == chunks.num_left
 
     def _see(self, sequence: Sequence) -> None:
         """Count all tokens of a running sequence as seen."""

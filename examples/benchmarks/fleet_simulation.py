@@ -207,7 +207,7 @@ class Worker:
         scheduler.publish(chunks)
         decodes = takers.decodes
         drawn = [sample.order[1] for sample in takers.samples[: len(decodes)]]
-        scheduler.running.lanes.accept(decodes.lanes, decodes.sequences, drawn, takers.counts[: len(decodes)])
+        scheduler.running.lanes.accept(decodes, drawn, takers.counts[: len(decodes)])
         ended = []
         for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
             if self._is_over(sample):

@@ -147,11 +147,9 @@ class Load:
         gauges = pool.num_cached, pool.num_free, len(self.scheduler.running.sequences), len(self.scheduler.waiting)
         seconds = time.process_time() - start
         assert min(gauges) >= 0
-        for chunk in chunks:
-            if chunk.reaches_end and chunk.sequence is not self.unpublished:
-                self.scheduler.running.lanes.accept(
-                    np.array([chunk.sequence.lane]), [chunk.sequence], [1], np.array([1])
-                )
+        drawing = [i for i in published if chunks[i].reaches_end]
+        decodes, ones = chunks.take(np.array(drawing, np.int64)), np.ones(len(drawing), np.int64)
+        self.scheduler.running.lanes.accept(decodes, ones.tolist(), ones)
         return seconds
 
     def abort_waiting(self) -> float:

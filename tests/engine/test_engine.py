@@ -22,7 +22,7 @@ from trueroll.engine.request import HASH_BYTES, ContentSpan, Distribution, Score
 from trueroll.engine.running.loading import engine_info, load_model
 from trueroll.engine.running.step import plan_step
 from trueroll.engine.scheduling.scheduler import _Plan
-from trueroll.engine.scheduling.sequence import Chunks, takers_of
+from trueroll.engine.scheduling.sequence import takers_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
 from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens, top_bits
@@ -256,7 +256,7 @@ def test_drawing_from_several_rows_equals_drawing_one_by_one(
     guessed = expected.token_ids[known : known + 3]
     sequence.tokens.extend(guessed)
     scheduler._reserve(sequence, start, 4, _Plan(64))
-    chunks = Chunks([sequence], np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
+    chunks = scheduler.running.lanes.chunks(np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
     step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [{}], 16)
     drawn = engine._executor.compute(step).wait().drawn
     assert drawn is not None and drawn.token_ids == expected.token_ids[known : known + 4]

@@ -39,7 +39,7 @@ def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
     for chunk in chunks:
         lanes.enter(chunk.sequence)
     sequences, starts, ends = zip(*chunks, strict=True)
-    return lanes, Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
+    return lanes, lanes.chunks(np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
 
 
 def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collection[int] = ()) -> Step:
@@ -119,9 +119,9 @@ def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None
 def test_a_sequence_accepts_one_token_or_more() -> None:
     seen, behind, gone = (sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1]) for _ in range(3))
     lanes, each = enter([Chunk(seen, 4, 5), Chunk(behind, 4, 5), Chunk(gone, 4, 5)])
-    lanes.expect(each.lanes[1:2], [behind])
+    lanes.expect(each.take(np.array([1])))
     lanes.leave(gone)
-    lanes.accept(each.lanes, [seen, behind, gone], [6, 7, 8, 9], np.array([2, 1, 1]))
+    lanes.accept(each, [6, 7, 8, 9], np.array([2, 1, 1]))
     assert [found.tokens[5:].tolist() for found in (seen, behind, gone)] == [[6, 7], [8], [9]]
     assert [(found.num_tokens, lanes.last_token[found.lane]) for found in (seen, behind)] == [(7, 7), (6, 8)]
     lanes.check([seen, behind])
