@@ -42,9 +42,9 @@ class DrawRecord(NamedTuple):
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
     `Distribution`. `basis`: the distribution of the log-probs, as an index into `BASES`. `num_tops`: how many of the
-    most probable tokens are listed beside the entropy; -1 if neither is recorded. `is_special`: whether filters apply or
-    statistics are recorded. `first_free`: the first position at
-    which no token is banned. `end`: the first position beyond `max_tokens`.
+    most probable tokens are listed beside the entropy; -1 if neither is recorded. `is_special`: whether filters apply
+    or statistics are recorded. `first_free`: the first position at which no token is banned. `end`: the first position
+    beyond `max_tokens`.
     """
 
     seed: int = 0
