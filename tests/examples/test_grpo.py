@@ -134,7 +134,7 @@ def test_an_adapter_is_trained_and_pushed_alone(
     assert pushed == [True] * 2 * (STEPS + 1)
     metrics = [(tmp_path / folder / "metrics.csv").read_bytes() for folder in ("first", "again")]
     assert metrics[0] == metrics[1] != undisturbed
-    with pytest.raises(typer.BadParameter, match="--lora: expected --sleep 0 or 1"):
+    with pytest.raises(typer.BadParameter, match="--lora needs --fsdp 1 and --sleep 0 or 1"):
         run(tmp_path, lora=4, sleep=2)
 
 
@@ -228,7 +228,7 @@ def test_workers_that_all_die_end_the_run(run: Run, grpo: Any, tmp_path: Path, m
         raise WorkerFailedError("worker: ended")
 
     monkeypatch.setattr(grpo, "launch_worker", launch)
-    with pytest.raises(WorkerLostError, match="three that died"):
+    with pytest.raises(WorkerLostError, match="three workers in a row were lost"):
         run(tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_a_killed_trainer_resumes(run: Run, model: Path, tmp_path: Path) -> None
 
 def test_only_a_run_with_the_same_settings_resumes(run: Run, undisturbed: bytes, tmp_path: Path) -> None:
     run(tmp_path, steps=1)
-    with pytest.raises(typer.BadParameter, match="without a run"):
+    with pytest.raises(typer.BadParameter, match="already exists; add --resume"):
         run(tmp_path)
     with pytest.raises(typer.BadParameter, match="'seed': 1.*'seed': 2"):
         run(tmp_path, seed=2, resume=True)
