@@ -15,8 +15,8 @@ figures mean nothing.
 
 Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
 of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
-cache. "Of memory" is the share of a copy's bandwidth. "Of limit" is the share of the longer of two times: the bytes at a
-copy's bandwidth, and the arithmetic at the speed of a large cuBLAS product.
+cache. "Of memory" is the share of a copy's bandwidth. "Of limit" is the share of the longer of two times: the bytes at
+a copy's bandwidth, and the arithmetic at the speed of a large cuBLAS product.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 819
 PREFILLS = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 16384, 16384), (8, 2048, 2048))
 STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64, 128, 129, 256, 512), 1152
 # VeXact's figures on one H100: new tokens, requests/s with its prefix cache, and the gain by the cache. The number of
-# own tokens in its prompts is not published; 64 is the number in `trueroll bench --workload shared`.
+# own tokens in its prompts is not known; 64 is the number in `trueroll bench --workload shared`.
 PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
 # Models; for each model the numbers of sequences, in groups of 8 per prompt, and the tokens per prompt and per sample.
