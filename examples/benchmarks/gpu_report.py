@@ -480,7 +480,7 @@ def read_arguments() -> argparse.Namespace:
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"unknown sections: {', '.join(unknown)}; choose from {', '.join(SECTIONS)}")
     if not arguments.rehearse and not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} finds no GPU that it can use; run this on a machine with a CUDA GPU")
+        sys.exit(f"no usable GPU found (torch {torch.__version__}); run this on a machine with a CUDA GPU")
     return arguments
 
 
