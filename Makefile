@@ -5,9 +5,9 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
-# Runs test files in parallel, each file in one process, in the order of their names; the last files are short. There are
-# no more processes than cores, and tests/whole_run.py divides the cores among them: a thread that waits for a core in
-# the middle of an op delays other threads. A crashed process ends the run: with --dist loadfile, xdist would wait
+# Runs test files in parallel, each file in one process, in the order of their names; the last files are short. There
+# are no more processes than cores, and tests/whole_run.py divides the cores among them: a thread that waits for a core
+# in the middle of an op delays other threads. A crashed process ends the run: with --dist loadfile, xdist would wait
 # forever for the rest of its file.
 IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
