@@ -71,7 +71,7 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             begun = [(prompts[i], group) for i, group in arrived.items() if any(each.token_ids for each in group)]
             partial = [(prompt, group) for prompt, group in begun if not is_whole(group)]
             kept = [group for group in groups if teaches(group)]
-            assert is_enough(groups), f"expected {NEEDED} groups that teach, found {len(kept)}; ask for more"
+            assert is_enough(groups), f"only {len(kept)} of {NEEDED} groups have a learning signal; raise ASKED"
             print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
             print(f"{len(partial)} ended early, {len(prompts) - len(begun)} of {len(prompts)} not begun")
 

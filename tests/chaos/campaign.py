@@ -218,9 +218,7 @@ class Campaign:
         self._work.push(self.version, "shared")
         self._normal = _processes(file)
         if self._normal - self._before != Counter(worker=NUM_WORKERS, actor=NUM_WORKERS) + self._of_the_cluster():
-            raise BrokenPromise(
-                f"premise: expected the processes of a fleet, found {self._normal} after {self._before}"
-            )
+            raise BrokenPromise(f"premise: a fleet has processes {self._normal}, before it {self._before}")
 
     def _of_the_cluster(self) -> Counter[str]:
         return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
@@ -479,7 +477,7 @@ class Campaign:
             if (found := _processes(self._file)) == processes and not self._files_left():
                 return
             time.sleep(TICK_SECONDS)
-        raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
+        raise BrokenPromise(f"processes {found}, not {processes}; files left: {self._files_left()}")
 
     def _files_left(self) -> list[Path]:
         there = {member.address for member in self.fleet.members()}

@@ -322,7 +322,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 examples, address, model, out = sys.argv[1:]
-sys.path.append(examples)  # rank 1 gets it, too
+sys.path.append(examples)  # rank 1 inherits it
 import grpo
 
 grpo.launch_worker = lambda *_, **__: nullcontext(SimpleNamespace(address=address))

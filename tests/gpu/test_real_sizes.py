@@ -82,7 +82,7 @@ EXPERTS: dict[str, tuple[ExpertsSpec, int]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str, dtype: torch.dtype) -> None:
-    """Also, a few rows have the bits of each expert's products computed alone."""
+    """Checks also that a few rows have the bits of each expert's products alone."""
     spec, hidden = EXPERTS[name]
     count, inner = spec.num_experts, spec.intermediate_size
     new = partial(random, dtype=dtype, scale=hidden**-0.5)
