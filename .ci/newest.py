@@ -1,8 +1,8 @@
-"""Writes the newest versions that pyproject.toml allows today, of packages that are older in .venv: `newest.py FILE`.
+"""Write the newest versions that pyproject.toml allows, of packages that are older in .venv: `newest.py FILE`.
 
-Asks the package index for what trueroll names itself: its dependencies, and those of the extras in EXTRAS. What these
-need besides is raised only where it must be. torch and triton, which are large, are left out: .venv has the newest
-minor release of their ranges. FILE is written only if it changes, so that make installs only what changed.
+Asks the package index for trueroll's direct requirements: its dependencies, and those of the extras in EXTRAS. Indirect
+requirements are raised only where they must be. torch and triton are left out because they are large: .venv has the
+newest minor release of their ranges. FILE is written only if it changes, so that make reinstalls only after a change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HEADER = "# The newest allowed versions that differ from those of .venv, found b
 
 
 def wanted() -> list[str]:
-    """The requirements of pyproject.toml whose newest versions are tested."""
+    """Return the requirements of pyproject.toml that are tested with their newest versions."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for name in EXTRAS for line in project["optional-dependencies"][name])]
     return [line for line in lines if not line.startswith(LEFT_OUT)]
 
 
 def resolve(python: str, requirements: list[str]) -> list[str]:
-    """`name==version` of each package that `pip install --upgrade` of the requirements would install."""
+    """Return `name==version` for each package that `pip install --upgrade` of the requirements would install."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--upgrade", "--report", str(report)]

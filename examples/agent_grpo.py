@@ -1,14 +1,15 @@
-"""GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. Trainer, worker and files are those of `grpo.py`.
+"""GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. Reuses the trainer, worker and files of `grpo.py`.
 
-SmolLM2-135M learns to ask a calculator. A conversation begins with a question, such as `What is 37 * 24?`. The model's
-turn ends with a call, `<calc>37 * 24</calc>`, whose result is the user's next turn, or it is the final answer. The
-conversations of a step go on at the same time, each at its own pace; those of one question are a group.
+SmolLM2-135M learns to ask a calculator. A conversation begins with a question, such as `What is 37 * 24?`. The model
+either calls the calculator, as in `<calc>37 * 24</calc>`, and the result becomes the user's next turn, or it gives the
+final answer. All conversations of a step run concurrently, each at its own pace. The conversations about one question
+form a group.
 
-A conversation is one sequence of token ids that is only ever added to: the prompt of a turn is that of the turn before,
-what the model sampled then, and the tokens of the result. Nothing that the model said is encoded again. The trainer
-computes each whole conversation in one forward pass; only tokens that the model sampled count, and the log-probs of all
-turns are those of the worker, to the bit. Each step prints how much of the prompts the worker had computed already,
-turn by turn. The same seed gives the same metrics each time: each turn has a seed of its own.
+A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn, the
+tokens sampled in that turn, and the tokens of the calculator's result. Sampled text is never encoded again. The trainer
+computes each whole conversation in one forward pass. Only sampled tokens count in the loss, and the log-probs of all
+turns equal those of the worker, bit for bit. Each step prints, for each turn, how many prompt tokens came from the
+worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the same metrics.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from transformers import AutoTokenizer
 from trueroll.rollout import AsyncRolloutClient, SampleOutput, SamplingParams, derive_seed, resolve_model
 
 TURNS = 3
-MAX_TOKENS = 20  # of a turn
-MAX_LENGTH = 64  # characters of an expression: with neither powers nor more, its value has no more digits
+MAX_TOKENS = 20  # per turn
+MAX_LENGTH = 64  # characters of an expression; without powers, its value has at most that many digits
 CHECKPOINT_EVERY = 10
 CALL_ENDS = "</calc>"
 INSTRUCTION = "You compute with a calculator."
@@ -50,7 +51,7 @@ OPERATORS: dict[type, Callable[..., Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of numbers, + - * / and parentheses, as text; otherwise what is wrong, beginning with `error: `."""
+    """Return the value of an expression of numbers, + - * / and parentheses, or a text that begins with `error: `."""
     if len(expression) > MAX_LENGTH:
         return "error: too long"
     if not re.fullmatch(r"[\d.+\-*/() ]+", expression, re.ASCII):
@@ -66,7 +67,10 @@ def calculate(expression: str) -> str:
 
 
 def evaluate(node: ast.expr) -> Fraction:
-    """Raise ZeroDivisionError, or ValueError for what is neither a number nor one of the operators."""
+    """Return the value of a syntax tree.
+
+    Raise ZeroDivisionError on division by zero, and ValueError for anything but numbers and the operators above.
+    """
     match node:
         case ast.Constant(value=int() | float() as number):
             return Fraction(str(number))
@@ -74,12 +78,12 @@ def evaluate(node: ast.expr) -> Fraction:
             return OPERATORS[type(op)](evaluate(left), evaluate(right))
         case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](evaluate(operand))
-    raise ValueError(f"node: expected a number or an operation, found {ast.dump(node)}")
+    raise ValueError(f"only numbers and + - * / are supported (got {ast.dump(node)})")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question as token ids, its answer, and the seed of all noise in the conversations about it."""
+    """A question as token ids, its answer, and the seed of all random draws in the conversations about it."""
 
     prompt: list[int]
     answer: int
@@ -88,7 +92,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said after `prompt_len` tokens, and what the calculator said then: None if it was not asked."""
+    """The policy's output after `prompt_len` tokens, its text, and the calculator's `result` (None without a call)."""
 
     prompt_len: int
     output: SampleOutput
@@ -97,14 +101,14 @@ class Turn:
 
 
 class Conversation:
-    """`ids`: all tokens so far; `is_own`: which of them the policy sampled. Both are only ever added to."""
+    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. Both lists only grow."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.turns: list[Turn] = []
         self.ids, self.is_own = list(prompt), [False] * len(prompt)
 
     def add(self, turn: Turn, seen: list[int]) -> None:
-        """Add a turn, and the tokens in which its result comes."""
+        """Append a turn and `seen`, the tokens that present its result to the policy."""
         self.turns.append(turn)
         self.ids += turn.output.token_ids + seen
         self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)
@@ -116,7 +120,7 @@ class Conversation:
 
 
 class Calculations:
-    """What is asked at each step, what the calculator says to a call, and what a conversation is worth."""
+    """The questions of each step, the calculator's replies, and the rewards of conversations."""
 
     def __init__(self, folder: Path, seed: int, per_step: int) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -136,7 +140,7 @@ class Calculations:
         return Task(prompt, int(calculate(f"{a} {sign} {b}")), seed)
 
     def between(self, result: str) -> list[int]:
-        """The tokens from the end of a call to the beginning of the next turn, the first of which ends a turn."""
+        """Return the tokens between a call and the next turn. The first one ends the policy's turn."""
         said = [("user", "?"), ("assistant", "CALL"), ("user", result)]
         chat = [{"role": role, "content": content} for role, content in said]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -149,7 +153,7 @@ class Calculations:
         return Turn(prompt_len, output, text, result if output.stop_reason == CALL_ENDS else None)
 
     def score(self, step: int, groups: list[list[Conversation]]) -> Iterator[Sample]:
-        """All conversations, with rewards from 0 to 1, and advantages relative to the group."""
+        """Yield a training sample per conversation, with rewards from 0 to 1 and advantages relative to the group."""
         for task, group in zip(self.of(step), groups, strict=True):
             rewards = [0.2 * has_called(each) + 0.8 * is_right(each, task) for each in group]
             for each, reward, advantage in zip(group, rewards, relative(rewards), strict=True):
@@ -157,19 +161,19 @@ class Calculations:
 
 
 def has_called(conversation: Conversation) -> bool:
-    """Whether the calculator has computed something."""
+    """Return whether the calculator computed a value in this conversation."""
     results = [turn.result for turn in conversation.turns if turn.result is not None]
     return any(not result.startswith("error") for result in results)
 
 
 def is_right(conversation: Conversation, task: Task) -> bool:
-    """Whether the final answer is there and ends with the right number."""
+    """Return whether the conversation has a final answer that ends with the right number."""
     last = conversation.turns[-1]
     return last.result is None and re.findall(r"-?\d+", last.text)[-1:] == [str(task.answer)]
 
 
 class Conversations(Rollouts):
-    """Rollouts of several turns: all conversations of a step at the same time."""
+    """Rollouts of several turns. All conversations of a step run concurrently."""
 
     max_model_len = 512
 
@@ -197,7 +201,7 @@ class Conversations(Rollouts):
 
 
 def hits(conversations: list[Conversation]) -> str:
-    """Of the prompts of each turn, all conversations together: tokens that the worker had computed already, and all."""
+    """Return, for each turn over all conversations: prompt tokens found in the worker's cache, and prompt tokens."""
     rows = []
     for number in range(TURNS):
         turns = [each.turns[number] for each in conversations if number < len(each.turns)]
@@ -223,11 +227,11 @@ def train(record: Record, tasks: Calculations, rollouts: Conversations, steps: i
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for metrics.csv, plot.png and the last checkpoint (1.6 GB).")],
-    steps: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Of tasks and samples.")] = 1,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions in a step, with 8 conversations each.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the whole run.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and the samples.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per step, with 8 conversations each.")] = 4,
     model: Annotated[str, typer.Option(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
 ) -> None:
     """Train a small language model to use a calculator."""
     folder = resolve_model(model)

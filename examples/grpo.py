@@ -1,20 +1,21 @@
-"""A complete GRPO trainer: `python examples/grpo.py --out FOLDER`, and `--help` for what can be chosen.
+"""A complete GRPO trainer: `python examples/grpo.py --out FOLDER`. `--help` lists the options.
 
 SmolLM2-135M learns to complete questions that end in a sum, such as `4 - 9 =`, with the number alone. At each step a
-worker samples a group of answers to each of a few tasks of reasoning-gym; the trainer scores them, takes one step on
-PPO's clipped objective with advantages relative to the group, and pushes its weights. It prints the largest difference
-between the log-probs of worker and trainer: 0.0, unless `--unaligned` asks for the plain forward pass.
+worker samples a group of answers to each of a few tasks of reasoning-gym. The trainer scores the answers, takes one
+step on PPO's clipped objective with advantages relative to the group, and pushes its weights. Each step prints the
+largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned` selects the plain forward
+pass.
 
-With `--workers 2` there are as many workers, which Ray runs (pip install 'trueroll[ray]'); the metrics stay the same.
+`--workers 2` serves with two workers on Ray (pip install 'trueroll[ray]'). The metrics stay the same.
 
-With `--staleness 1` the next batch is generated while the trainer computes. Each token tells the version of the weights
-it came from, and its importance ratio is relative to the log-prob that it was sampled with. Ratios are truncated, and
-where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells how far trainer and rollout are apart.
-Without `--staleness 1` a run is the same to the bit each time, also when the worker is killed on the way, or the
-trainer, and goes on with `--resume`.
+`--staleness 1` generates the next batch while the trainer computes. Each token has the version of the weights that
+sampled it, and its importance ratio is relative to the log-prob it was sampled with. Ratios are truncated. Where
+ratios can differ from 1 (`--staleness 1` or `--unaligned`), each step also prints how far trainer and rollout are
+apart. Without `--staleness 1` a run is reproducible to the bit, even if the worker is killed, or if the trainer is
+killed and continues with `--resume`.
 
-With `--fsdp 2` two processes train: each keeps a part of every weight (FSDP2), and computes half of the samples. With
-`--lora 16` a LoRA adapter of that rank is trained, and nothing else pushed.
+`--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
+`--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
 
 import numpy as np
 import reasoning_gym
@@ -66,15 +67,17 @@ GROUP_SIZE = 8
 MAX_TOKENS = 12
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 CLIP = 0.2
-CAP = 2.0  # of importance ratios
-CHUNK = 64  # samples that go through the model at once
-WORKER_TIMEOUT = 15.0  # seconds without a sign of life
+CAP = 2.0  # upper limit of importance ratios
+CHUNK = 64  # samples per forward pass
+WORKER_TIMEOUT = 15.0  # seconds without a sign of life from the worker
 
 
 @dataclass(frozen=True)
 class Sample:
-    """`ids` int64: prompt and answer; `is_own` bool: which of them the policy sampled. Of these alone: `log_probs`
-    float32, and `versions` int64 of the weights.
+    """A prompt with its answer.
+
+    `ids`: int64 [num_tokens]. `is_own`: bool [num_tokens], True for tokens that the policy sampled. `log_probs`
+    float32 and `versions` int64 (of the weights) have one entry per sampled token.
     """
 
     ids: torch.Tensor
@@ -86,18 +89,18 @@ class Sample:
 
 
 def relative(rewards: list[float]) -> list[float]:
-    """Each one's advantage over its group."""
+    """Return the advantage of each reward over its group."""
     group = torch.tensor(rewards)
     return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
 
 
 def versions_of(output: SampleOutput) -> torch.Tensor:
-    """int64, of the weights that each of its tokens came from."""
+    """Return, for each token of `output`, the version of the weights that sampled it: int64 [num_tokens]."""
     return torch.cat([torch.full((span.end - span.start,), span.version) for span in output.weight_versions])
 
 
 class Tasks:
-    """What is asked at each step, and what an answer is worth."""
+    """The tasks of each step, and the rewards of their answers."""
 
     def __init__(self, folder: Path, seed: int, per_step: int) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -109,13 +112,16 @@ class Tasks:
         return [self.tasks[index] for index in range(step * self.per_step, (step + 1) * self.per_step)]
 
     def requests(self, step: int) -> tuple[list[list[int]], list[SamplingParams]]:
-        """Prompts with their parameters. The questions end with `=`: the model completes them, without a template."""
+        """Return the prompts of `step` and their parameters.
+
+        The questions end with `=`, so the model completes them without a chat template.
+        """
         prompts = [self.tokenizer(task["question"])["input_ids"] for task in self.of(step)]
         seeds = [self.tasks.seed + task["metadata"]["source_index"] for task in self.of(step)]
         return prompts, [SamplingParams(n=GROUP_SIZE, max_tokens=MAX_TOKENS, seed=seed) for seed in seeds]
 
     def score(self, step: int, groups: list[Group]) -> Iterator[Sample]:
-        """All samples, with rewards from 0 to 1, and advantages relative to the group."""
+        """Yield all samples, with rewards from 0 to 1 and advantages relative to the group."""
         for task, prompt, group in zip(self.of(step), self.requests(step)[0], groups, strict=True):
             texts = [self.tokenizer.decode(output.token_ids, skip_special_tokens=True) for output in group.samples]
             rewards = [self.tasks.score_answer(text.strip(), task) for text in texts]
@@ -126,7 +132,7 @@ class Tasks:
 
 
 class Trainer:
-    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
+    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: steps taken so far."""
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
@@ -141,7 +147,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
-        """Take one optimizer step, and return its metrics."""
+        """Take one optimizer step and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
         own = samples[self.rank :: self.num_ranks]
         parts = [self._backward(own[i : i + CHUNK], len(versions)) for i in range(0, len(own), CHUNK)]
@@ -162,15 +168,16 @@ class Trainer:
         return row if self.is_on_policy else row | diagnose(log_probs, sampled, high=CAP)._asdict()
 
     def push(self, publisher: WeightPublisher) -> None:
-        """Have the workers of `publisher` serve the weights."""
-        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
+        """Push the weights to the workers of `publisher`."""
+        # The version does not always increase: a new worker starts at version 0, which is also the version of the
+        # untrained model, and after a restart a version may be pushed again.
         publisher.push(self.model, self.version, allow_older=True, adapters=self.pushes_adapters)
 
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from where the trainer was that had the state in it, and its version."""
+        """Restore the state and the version saved in a checkpoint."""
         state = self._of_this_rank(torch.load(checkpoint, weights_only=True))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -189,23 +196,23 @@ class Trainer:
         return own
 
     def _clip_gradients(self) -> Any:
-        """Their norm before."""
+        """Clip the gradients and return their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
 
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a micro-batch. Returns each sampled token's part of the loss, and its log-prob."""
+        """Add the gradients of a micro-batch. Return the loss and the log-prob of each sampled token."""
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = self._log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
         advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
-        # PPO's ratio, truncated: the weight is a constant, and the other factor is 1 and has the gradient.
+        # PPO's ratio, truncated: the weight is a constant. The other factor equals 1 and carries the gradient.
         ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
-        (losses.sum() * self.num_ranks).backward()  # of ranks' gradients the mean is taken
+        (losses.sum() * self.num_ranks).backward()  # FSDP averages the gradients of the ranks
         return losses.detach(), log_probs.detach()
 
     def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
-        """float32, of each token that the policy sampled, one after the other."""
+        """Return the log-probs of all tokens that the policy sampled, concatenated: float32."""
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
         is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
         mask, ids = ids >= 0, ids.clamp(min=0)
@@ -216,7 +223,7 @@ class Trainer:
 
 
 class AdapterTrainer(Trainer):
-    """Trains a LoRA adapter of the model, and pushes it alone: the worker adds it to the checkpoint that it has."""
+    """Trains a LoRA adapter and pushes only the adapter. The worker merges it with the checkpoint it has loaded."""
 
     learning_rate, pushes_adapters = LORA_LEARNING_RATE, True
 
@@ -225,25 +232,25 @@ class AdapterTrainer(Trainer):
         super().__init__(*arguments)
 
     def _adapt(self) -> None:
-        torch.manual_seed(0)  # of the matrices A; B begins with zeros
+        torch.manual_seed(0)  # for the matrices A; B starts with zeros
         config = LoraConfig(r=self.lora, lora_alpha=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, config)
 
 
 def gathered(state: Any) -> Any:
-    """A state, with whole tensors in the place of those that ranks share."""
+    """Return a state in which sharded tensors are replaced by whole ones."""
     if isinstance(state, dict):
         return {name: gathered(part) for name, part in state.items()}
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, shared by the ranks as `own` is; a number as it is."""
+    """Return the tensor `whole`, sharded like `own`. A scalar is returned unchanged."""
     return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if whole.dim() else whole
 
 
 class ShardedTrainer(Trainer):
-    """A trainer on each of several ranks. What rank 0 does with its own, `follow` does on the others."""
+    """A trainer on each of several ranks. `follow` repeats the calls of rank 0 on the other ranks."""
 
     def __init__(self, *arguments: Any) -> None:
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
@@ -251,17 +258,17 @@ class ShardedTrainer(Trainer):
         super().__init__(*arguments)
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it closes."""
-        publisher = WeightPublisher("shared")  # without workers, which rank 0 has
+        """Repeat the calls of rank 0 until rank 0 closes."""
+        publisher = WeightPublisher("shared")  # without workers: only rank 0 is connected to them
         while (call := self._share(None))[0] != "close":
             name, *arguments = call
             try:
                 getattr(self, name)(*([publisher] if name == "push" else arguments))
             except PushError:
-                pass  # rank 0 got it too, and sees to it
+                pass  # rank 0 gets the same error and handles it
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """Stop the other ranks."""
         self._share(["close"])
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
@@ -294,7 +301,7 @@ class ShardedTrainer(Trainer):
             self._share(call)
 
     def _share(self, call: Any) -> Any:
-        """Rank 0's call."""
+        """Return the call that rank 0 broadcasts."""
         calls = [call]
         distributed.broadcast_object_list(calls)
         return calls[0]
@@ -305,7 +312,7 @@ class ShardedTrainer(Trainer):
             fully_shard(module, mp_policy=policy)
 
     def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """In the order of the samples, which go to one rank after the other."""
+        """Return the tensors of all ranks in the order of the samples, which are dealt to the ranks in turn."""
         parts: list[Any] = [None] * self.num_ranks
         distributed.all_gather_object(parts, own)
         return [part for of_each in zip(*parts, strict=True) for part in of_each]
@@ -315,19 +322,19 @@ class ShardedTrainer(Trainer):
 
 
 def join_ranks(meeting: str, rank: int, num_ranks: int) -> None:
-    """`meeting`: a file that only these ranks know."""
+    """Join the process group. `meeting`: path of a file that only these ranks know."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
 
 
 def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
-    """The program of every rank but 0."""
+    """Run a rank other than rank 0."""
     join_ranks(meeting, rank, num_ranks)
     ShardedTrainer(*arguments).follow()
     distributed.destroy_process_group()
 
 
 def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
-    """Rank 0's trainer. The others end with the resources, or when this process dies."""
+    """Start all ranks and return the trainer of rank 0. The other ranks end with `resources` or with this process."""
     meeting = resources.enter_context(tempfile.TemporaryDirectory()) + "/ranks"
     context = multiprocessing.get_context("spawn")
     for rank in range(1, num_ranks):
@@ -344,8 +351,8 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 class Rollouts:
     """Owns the worker process, or a fleet of `num_workers`, which serves the weights of `trainer`, and the connections.
 
-    A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it. A fleet
-    replaces its own.
+    A dead worker is replaced. Its successor gives the same samples, because a sample depends only on weights, prompt
+    and seed. A fleet replaces its own workers.
     """
 
     max_model_len = 256
@@ -359,11 +366,11 @@ class Rollouts:
         self.pending: Future[list[Any]] | None = None
 
     def start(self, step: int) -> None:
-        """Generate the samples of `step` in the background, until `finish` asks for them."""
+        """Start generating the samples of `step` in the background; `finish` collects them."""
         self.pending = self.background.submit(self._generate, step)
 
     def finish(self, step: int) -> list[Any]:
-        """The samples of `step`, a group for each prompt."""
+        """Return the samples of `step`, one group per prompt. Generates them if `start` did not, or failed."""
         pending, self.pending = self.pending, None
         try:
             if pending is not None:
@@ -373,15 +380,15 @@ class Rollouts:
         return self._survive(lambda: self._generate(step))
 
     def sleep(self, level: Any) -> None:
-        """Give the worker's memory back until the next `publish`."""
+        """Free the worker's memory until the next `publish`."""
         self._survive(lambda: self.client.sleep(level))
 
     def publish(self) -> None:
-        """Have the worker serve the weights that the trainer has now."""
+        """Push the trainer's current weights to the worker."""
         self._survive(self._push)
 
     def _survive(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns, with another worker if this one dies."""
+        """Run `action` and return its result. Replace a lost worker and try again; at most three attempts."""
         for _ in range(3):
             try:
                 if not self.is_running:
@@ -391,7 +398,7 @@ class Rollouts:
                 self.is_running = False
                 self.resources.close()
                 print(f"the worker was lost: {error}")
-        raise WorkerLostError("worker: expected one that lives, found three that died in a row; see the logs above")
+        raise WorkerLostError("three workers in a row were lost; see the errors above")
 
     def _launch(self) -> None:
         self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
@@ -425,7 +432,7 @@ class Rollouts:
 
 
 class Record:
-    """The folder of a run. Killed at any moment, it leaves a whole checkpoint, and the metrics up to there."""
+    """The folder of a run. After a kill at any moment it holds a complete checkpoint and the metrics up to it."""
 
     def __init__(self, folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -433,15 +440,15 @@ class Record:
         self.trainer, self.settings = trainer, settings
 
     def begin(self, resume: bool) -> None:
-        """Put the trainer where the last checkpoint is, if there is one. Metrics of later steps are dropped."""
+        """Restore the trainer from the last checkpoint, if there is one, and drop the metrics of later steps."""
         if self.metrics.exists() and not resume:
-            raise typer.BadParameter(f"--out: expected a folder without a run, found {self.metrics}; add --resume")
+            raise typer.BadParameter(f"--out: {self.metrics} already exists; add --resume or choose another folder")
         if not self.checkpoint.exists():
             self.metrics.write_text("")
             return
         settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
         if settings != self.settings:
-            raise typer.BadParameter(f"--resume: expected {settings}, found {self.settings}; give the same")
+            raise typer.BadParameter(f"--resume: the run was started with {settings}, found {self.settings}")
         self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
@@ -465,7 +472,7 @@ class Record:
 
     def draw(self) -> None:
         rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
-        width = min(5, len(rows))  # steps that a line averages over
+        width = min(5, len(rows))  # steps in the moving average
         figure = Figure(figsize=(8, 8), layout="constrained")
         for axes, name in zip(figure.subplots(3, sharex=True), ("reward", "response_length", "mismatch"), strict=True):
             axes.plot(rows["step"], rows[name], ".")
@@ -498,24 +505,24 @@ def train(record: Record, tasks: Tasks, rollouts: Rollouts, steps: int, stalenes
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for metrics.csv, plot.png and the last checkpoint (1.6 GB).")],
-    steps: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Of tasks and samples.")] = 1,
-    prompts: Annotated[int, typer.Option(min=1, help="Tasks in a step, with 8 samples each.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the whole run.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and the samples.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Tasks per step, with 8 samples each.")] = 8,
     model: Annotated[str, typer.Option(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
     unaligned: Annotated[bool, typer.Option("--unaligned", help="Train with the plain forward pass.")] = False,
     staleness: Annotated[int, typer.Option(min=0, max=1, help="1: generate the next batch while training.")] = 0,
-    sleep: Annotated[int, typer.Option(min=0, max=2, help="How deep the worker sleeps while training.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, of one thread each.")] = 1,
-    fsdp: Annotated[int, typer.Option(min=1, max=2, help="Processes that share the weights.")] = 1,
-    lora: Annotated[int, typer.Option(min=0, help="Train a LoRA adapter of this rank; 0: all weights.")] = 0,
+    sleep: Annotated[int, typer.Option(min=0, max=2, help="Sleep level of the worker during training; 0: none.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, one thread per worker.")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, max=2, help="Number of training processes (FSDP2).")] = 1,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of the LoRA adapter to train; 0: train all weights.")] = 0,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
-        raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
+        raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
-        raise typer.BadParameter("--lora: expected --sleep 0 or 1, where the worker keeps its weights, and --fsdp 1")
+        raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
     settings |= dict(lora=lora)
     folder = resolve_model(model)

@@ -1,4 +1,4 @@
-"""Start a worker, generate groups of samples, and score one: `python examples/quickstart.py [MODEL]`."""
+"""Start a worker, generate groups of samples, and score one sample: `python examples/quickstart.py [MODEL]`."""
 
 import sys
 

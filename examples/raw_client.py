@@ -1,4 +1,4 @@
-"""What a client in another language does, with a ZMQ and a MessagePack library only (docs/protocol.md).
+"""A client without trueroll, as in another language: it uses only ZMQ and MessagePack (docs/protocol.md).
 
 `python examples/raw_client.py ADDRESS` asks a running worker for four samples of one prompt.
 """
@@ -54,4 +54,4 @@ print("done, seed", reply["params"]["seed"], reply["finish_reasons"])
 
 send(socket, "ack", ids=[request_id])
 socket.close()
-context.term()  # waits until the last message is out
+context.term()  # blocks until the last message is sent

@@ -1,13 +1,14 @@
 """TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
 
-The model is to use the letter e. After each step TRL reports how far its log-probs are from the worker's: not at all.
+The reward is for using the letter e. After each step TRL reports the difference between its log-probs and the worker's:
+it is 0.
 """
 
 import os
 import sys
 import tempfile
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the trainer's threads give way while the worker computes
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle trainer threads yield while the worker computes
 
 from datasets import Dataset
 from trl import GRPOConfig
@@ -22,14 +23,14 @@ dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Describe 
 
 
 def share_of_e(completions, **_):
-    """How much of each answer is the letter e."""
+    """Return the share of the letter e in each answer."""
     return [answer["content"].lower().count("e") / max(1, len(answer["content"])) for [answer] in completions]
 
 
 folder = tempfile.TemporaryDirectory()
 args = GRPOConfig(
     output_dir=folder.name,
-    use_vllm=True,  # with these two, TRL generates with what trueroll_generation puts in
+    use_vllm=True,  # with this and vllm_mode, TRL generates through the client of trueroll_generation
     vllm_mode="server",
     use_cpu=True,
     bf16=False,

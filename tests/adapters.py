@@ -1,4 +1,4 @@
-"""Tiny models with LoRA adapters that move the result visibly."""
+"""Tiny models with LoRA adapters that visibly change the results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ HYBRID = [*ATTENTION, "in_proj_qkv", "in_proj_z", "out_proj"]
 
 
 def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
-    """The model in that folder with an adapter: LoRA of rank 4 for all matrices of attention, if `config` says no
-    other.
-    """
+    """Return the model in `folder` with an adapter: LoRA of rank 4 on all attention matrices, or as `config` says."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     fields: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
     adapted = get_peft_model(model, LoraConfig(**fields))
@@ -26,7 +24,7 @@ def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **con
 
 @torch.no_grad()
 def change(model: Any, seed: int) -> None:
-    """Other values for all that is trained, which for a seed are the same in every process."""
+    """Set all trained parameters to other values. The values depend only on `seed`, in every process."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens cut characters, as those of real models do, and one that counts what it decodes."""
+"""Tokenizers with tokens that split characters, as those of real models do, and one that counts decoded tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNKNOWN = len(WORDS) + 5
 
 @functools.cache
 def byte_fallback_tokenizer() -> Tokenizer:
-    """One token per byte, and a few words, as the tokenizers of the first Llama models have them."""
+    """Return a tokenizer with one token per byte and a few words, as the first Llama models have."""
     tokenizer = Tokenizer(models.BPE({word: id for id, word in enumerate(WORDS)}, [], byte_fallback=True))
     tokenizer.add_special_tokens([AddedToken("<special>", special=True)])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -23,7 +23,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def byte_level_tokenizer(pieces: Sequence[bytes]) -> Tokenizer:
-    """Tokens of any bytes: the id of each is its place in `pieces`. The one after them is special."""
+    """Return a tokenizer with tokens of any bytes. A token's id is its place in `pieces`; the next id is special."""
     to_letter = dict(zip(_byte_level_order(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
     words = ["".join(to_letter[byte] for byte in piece) for piece in pieces]
     model = models.BPE({word: id for id, word in enumerate(words)}, [])
@@ -34,7 +34,7 @@ def byte_level_tokenizer(pieces: Sequence[bytes]) -> Tokenizer:
 
 
 def _byte_level_order() -> list[int]:
-    """The bytes in the order of the letters that stand for them: visible ones stand for themselves."""
+    """Return the bytes in the order of the letters that stand for them. Visible bytes stand for themselves."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return visible + [byte for byte in range(256) if byte not in visible]
 

@@ -12,11 +12,10 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may depend on the network
-# Read when torch is imported. Tests run several processes on few cores; threads that spin while they wait would starve
-# each other.
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test may depend on the network
+# Read when torch is imported. Tests run several processes on few cores; spinning threads would starve each other.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Read when a Triton kernel is made: here they all run on the CPU. `make test-gpu` runs them on a GPU.
+# Read when a Triton kernel is made. In this suite all kernels run on the CPU; `make test-gpu` runs them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import machines  # noqa: E402, I001
@@ -35,7 +34,7 @@ hypothesis.settings.load_profile("trueroll")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collects garbage no sooner than all tests are there, and from then on without walking through them."""
+    """Disable garbage collection until all tests are collected, and exempt the collected tests from it afterwards."""
     gc.disable()
     try:
         return (yield)
@@ -45,15 +44,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Lets the process free at its end what libraries would report as leaked."""
+    """Free at the end of the process what libraries would otherwise report as leaked."""
     gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Lists what was not run for want of another machine, with a line for each reason."""
+    """List the tests that did not run because they need another machine, with one line per reason."""
     write = terminalreporter.write_line
     if missing := machines.missing_instruction_sets():
-        write(f"instruction sets that this machine lacks, whose kernels were not run: {', '.join(missing)}")
+        write(f"kernels were not run for instruction sets that this machine lacks: {', '.join(missing)}")
     reports = terminalreporter.stats.get("skipped", [])
     for reason, count in Counter(report.longrepr[2] for report in reports).most_common():
         write(f"{count} tests: {reason}")
@@ -76,13 +75,13 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid: three of four layers are recurrent."""
+    """A hybrid model: three of four layers are recurrent."""
     return make_tiny_model("qwen3_5", tmp_path_factory.mktemp("models") / "tiny-qwen3_5")
 
 
 @pytest.fixture(params=FAMILIES)
 def tiny_model(request: pytest.FixtureRequest) -> Path:
-    """The folder of each family's tiny float32 model, one after the other."""
+    """The folder of each family's tiny float32 model, in turn."""
     return request.getfixturevalue(f"tiny_{request.param}")
 
 
@@ -95,7 +94,7 @@ def windowed_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 @pytest.fixture(params=WINDOWED)
 def windowed_model(request: pytest.FixtureRequest, windowed_models: dict[str, Path]) -> Path:
-    """Those folders, one after the other."""
+    """Each folder of `windowed_models`, in turn."""
     return windowed_models[request.param]
 
 
@@ -108,7 +107,7 @@ def hybrid_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=HYBRID)
 def hybrid_model(request: pytest.FixtureRequest, hybrid_models: dict[str, Path]) -> Path:
-    """Those folders, one after the other."""
+    """Each folder of `hybrid_models`, in turn."""
     return hybrid_models[request.param]
 
 
@@ -121,13 +120,13 @@ def mixture_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=MIXTURES)
 def mixture_model(request: pytest.FixtureRequest, mixture_models: dict[str, Path]) -> Path:
-    """Those folders, one after the other."""
+    """Each folder of `mixture_models`, in turn."""
     return mixture_models[request.param]
 
 
 @pytest.fixture(params=FAMILIES + WINDOWED)
 def any_model(request: pytest.FixtureRequest) -> Path:
-    """The folder of every tiny float32 model, one after the other."""
+    """The folder of every tiny float32 model, in turn."""
     if request.param in FAMILIES:
         return request.getfixturevalue(f"tiny_{request.param}")
     return request.getfixturevalue("windowed_models")[request.param]
@@ -135,13 +134,13 @@ def any_model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that runs on a CPU, one after the other."""
+    """Each backend that runs on a CPU, in turn."""
     return request.param
 
 
 @pytest.fixture
 def native_library() -> Iterator[Library]:
-    """The library of native kernels. A test may choose another instruction set, which lasts until its end."""
+    """The library of native kernels. A test may choose another instruction set; its end restores the old one."""
     library = load_library()
     before = library.instruction_set()
     yield library
@@ -150,14 +149,17 @@ def native_library() -> Iterator[Library]:
 
 @pytest.fixture(scope="module")
 def forked_workers() -> Iterator[None]:
-    """The workers of a module that is not about how they start begin in a fraction of the time."""
+    """Fork the workers of a module instead of starting them, which takes a fraction of the time.
+
+    Not for tests of the start itself.
+    """
     with workers_are_forked():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The keys for tcp addresses on loopback are made in a folder of the session."""
+    """Put the keys for tcp addresses on loopback into a folder of the session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
@@ -165,7 +167,7 @@ def _own_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the embedded model, converted once for this run of the tests."""
+    """The folder of the embedded model, converted once per test run."""
     cache = Path(os.environ["TRUEROLL_CACHE"])
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "conversion.lock"):

@@ -1,4 +1,4 @@
-"""The embedded model's conversion, in a process of its own, whose output a test reads."""
+"""Converts the embedded model in a process of its own and keeps the output for a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 CONVERSION_LOG = "conversion.log"
-"""In the cache: what the process printed. Absent if something else made the folder."""
+"""File in the cache with the output of the process. Absent if another process made the folder."""
 
 
 def convert_smollm2(cache: Path) -> None:

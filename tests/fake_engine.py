@@ -1,8 +1,8 @@
-"""An engine without a model, for tests of the service: same methods as the real one, tokens that follow from the seed.
+"""An engine without a model, for tests of the service. It has the real engine's methods; tokens depend on the seed.
 
-Sample i of a group has `max_tokens - i` tokens, at least one, so that the samples of a group finish one after the
-other. Four token ids in a prompt make trouble, so that a test can ask for it across a process boundary too. Its
-weights are small tensors that it never computes with.
+Sample i of a group has `max_tokens - i` tokens, at least one, so the samples of a group finish at different steps. Four
+special token ids in a prompt cause failures, so a test can request them even across a process boundary. The weights are
+small tensors that are never computed with.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ class FakeStats:
     expert_tokens: bytes = b""
     pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
     checksums: dict[str, int] = field(default_factory=dict)
-    """Of the live weights."""
+    """Checksums of the live weights."""
 
 
 def expected_tokens(seed: int, index: int, count: int) -> list[int]:
-    """The first tokens of sample `index` in a group with `seed`."""
+    """Return the first `count` tokens of sample `index` in a group with `seed`."""
     own = derive_seed(seed, index)
     return [(own >> (position % 50)) % VOCAB_SIZE for position in range(count)]
 
 
 class FakeStaging:
-    """Rows and elements that a push brings; see `WeightStaging` of `trueroll.engine.running.weights`.
+    """The rows and elements of a push; see `WeightStaging` of `trueroll.engine.running.weights`.
 
-    `staged`: what got rows.
+    `staged`: names of the tensors that have received rows.
     """
 
     def __init__(self, live: dict[str, torch.Tensor], in_place: bool) -> None:
@@ -114,17 +114,17 @@ class FakeStaging:
         self.elements.append((name, indices.clone(), values.clone()))
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        raise NotImplementedError("it takes no adapters")
+        raise NotImplementedError("FakeStaging has no adapters")
 
     def to_merge(self) -> Sequence[str]:
         return ()
 
     def merge(self, name: str) -> bool:
-        raise NotImplementedError("it takes no adapters")
+        raise NotImplementedError("FakeStaging has no adapters")
 
 
 class FakeWeights:
-    """Where pushes go, zeros at first. `live` is what the last commit left."""
+    """The target of pushes, initially zeros. `live`: the tensors after the last commit."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class FakeWeights:
 
     @property
     def base(self) -> Never:
-        raise NotImplementedError("it takes no adapters")
+        raise NotImplementedError("FakeWeights has no adapters")
 
     def new_staging(self, in_place: bool) -> FakeStaging:
         return FakeStaging(self.live, in_place)
 
     def new_lendable(self) -> LendableStagingArea:
-        raise NotImplementedError("without kin it shares no memory")
+        raise NotImplementedError("FakeWeights has no kin and shares no memory")
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        raise NotImplementedError("without kin it shares no memory")
+        raise NotImplementedError("FakeWeights has no kin and shares no memory")
 
     def commit(self, staging: FakeStaging) -> None:
         for name in staging.staged:
@@ -169,7 +169,7 @@ class FakeWeights:
         return self.live[name]
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        raise NotImplementedError("it takes no adapters")
+        raise NotImplementedError("FakeWeights has no adapters")
 
     def checksums(self) -> dict[str, int]:
         return {name: checksum(raw_bytes(tensor)) for name, tensor in self.live.items()}
@@ -178,7 +178,7 @@ class FakeWeights:
 class FakeEngine:
     """A step sets `at_gate`, waits for `gate`, and adds tokens only while `flow` is set.
 
-    `requests`: all that were ever added, in order. `actions`: what else it was told to do.
+    `requests`: all added requests, in order. `actions`: all other calls.
     """
 
     info = FakeInfo()

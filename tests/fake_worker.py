@@ -1,4 +1,4 @@
-"""The worker process, with the fake engine instead of the real one. `model` "broken" fails, "slow" never ends."""
+"""A worker process with the fake engine. With `model` "broken" loading fails; with "slow" it never ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trueroll.rollout.worker.process import run_as_child
 
 def load(config: EngineConfig) -> FakeEngine:
     if config.model == "broken":
-        raise ModelError("model: expected a whole one, found 'broken'")
+        raise ModelError("model 'broken' cannot be loaded")
     if config.model == "slow":
         time.sleep(3600)
     engine = FakeEngine()
-    engine.weight_version = 0  # as of any worker that was just started
+    engine.weight_version = 0  # like any newly started worker
     return engine
 
 

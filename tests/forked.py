@@ -1,7 +1,7 @@
-"""Processes as `subprocess.Popen` starts them, but forked from one that has imported torch and trueroll already.
+"""Processes with the interface of `subprocess.Popen`, forked from a process that has imported torch and trueroll.
 
-For tests that start many and are not about how one starts: each costs a tenth of the CPU time. Their pipes, signals and
-exit codes are those of any process; their environment is that of the first.
+For tests that start many processes but do not test the start: each process costs a tenth of the CPU time. Pipes,
+signals and exit codes work as usual. The environment is the first process's environment.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _LOCK = threading.Lock()
-"""Whoever starts a process asks for the exit codes of all, and each can be read once."""
+"""Starting a process polls the exit codes of all processes, and each exit code can be read only once."""
 
 
 class ForkedPopen:
-    """The part of `subprocess.Popen` that `WorkerProcess` and tests use. Both pipes are there; stderr is inherited."""
+    """The part of `subprocess.Popen` that `WorkerProcess` and tests use. Both pipes exist; stderr is inherited."""
 
     def __init__(self, command: Sequence[str], *, text: bool = False, **_: Any) -> None:
         (child_stdin, stdin), (stdout, child_stdout) = _CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False)
         self._process = _CONTEXT.Process(target=_run_python, args=(child_stdin, child_stdout, command[1:]))
         with _LOCK, pytest.MonkeyPatch.context() as patch:
-            # multiprocessing runs the main module in each child, too: that of pytest, or the example that a test runs.
+            # multiprocessing runs the main module in each child: pytest's, or the example that a test runs.
             patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
             self._process.start()
         assert self._process.pid is not None
@@ -73,7 +73,7 @@ class ForkedPopen:
 
 
 def _run_python(stdin: Connection, stdout: Connection, arguments: Sequence[str]) -> None:
-    """What `python ARGUMENTS` runs, which end with `-m MODULE` or a file."""
+    """Run what `python ARGUMENTS` runs. The arguments end with `-m MODULE` or a file."""
     assert not hasattr(sys.modules["__main__"], "__file__"), "multiprocessing has run the parent's main module here"
     os.setsid()
     for pipe, number in ((stdin, 0), (stdout, 1)):
@@ -86,7 +86,7 @@ def _run_python(stdin: Connection, stdout: Connection, arguments: Sequence[str])
 
 @contextmanager
 def workers_are_forked() -> Iterator[None]:
-    """What `launch_worker` starts is forked. Leaves no process behind, since other tests count them."""
+    """Make `launch_worker` fork its processes. Ends the fork server afterwards, because other tests count processes."""
     forking = SimpleNamespace(Popen=ForkedPopen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_worker, "subprocess", forking)

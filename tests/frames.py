@@ -1,4 +1,4 @@
-"""Messages as the frames that carry them."""
+"""Encoding of messages into the frames that carry them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Front ends for tests: on a thread of this process, in front of any worker."""
+"""HTTP front ends for tests: each runs on a thread of this process, in front of any worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class Front:
-    """A front end that runs: `url` to reach it, `model` as it calls what it serves."""
+    """A running front end. `url`: its address. `model`: its name for the served model."""
 
     url: str
     model: str
@@ -50,22 +50,22 @@ class Front:
         return httpx2.get(self.url + path, headers={"Authorization": f"Bearer {self.key}", **headers}, timeout=60)
 
     def metric(self, name: str) -> float:
-        """The value of a metric of one line."""
+        """Return the value of a metric that has one line."""
         lines = self.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     def wait_for(self, name: str, value: float, deadline: float = 60) -> None:
-        """Wait until a metric of one line has this value."""
+        """Wait until a metric that has one line has this value."""
         end = time.monotonic() + deadline
         while (found := self.metric(name)) != value:
             assert time.monotonic() < end, f"{name} is {found}, not {value}"
 
     def raw(self) -> Raw:
-        """A connection to say anything on, with what reads the answers."""
+        """Open a connection for arbitrary bytes, with a parser of the answers."""
         return Raw(self.connect(), self.key)
 
     def connect(self) -> socket.socket:
-        """A connection to say anything on."""
+        """Open a plain socket to the front end."""
         address = urlsplit(self.url)
         assert address.hostname is not None and address.port is not None
         return socket.create_connection((address.hostname, address.port), timeout=60)
@@ -73,7 +73,7 @@ class Front:
 
 @contextmanager
 def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator[Front]:
-    """A front end of the worker at `address`, on a thread."""
+    """Run a front end of the worker at `address` on a thread."""
     config = HttpConfig(address=address, port=0, **settings)
     clients = clients_of(config) if key is None else Clients({key.encode(): OWNER})
     ready, told = threading.Event(), []
@@ -111,7 +111,7 @@ def _run(loop: asyncio.AbstractEventLoop, work: Any) -> None:
 
 
 def events(response: httpx2.Response) -> list[Any]:
-    """What the server-sent events of a response say; `[DONE]` as that."""
+    """Return the data of a response's server-sent events. `[DONE]` stays a string."""
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     data = [line.removeprefix("data: ") for line in lines]
@@ -119,7 +119,7 @@ def events(response: httpx2.Response) -> list[Any]:
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """What an answer says is wrong, in OpenAI's form."""
+    """Return the error of an answer, in OpenAI's form."""
     error = response.json()["error"]
     assert response.json().keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and len(error["message"]) < 1500

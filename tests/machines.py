@@ -1,7 +1,7 @@
-"""What tests need that not every machine has: the only reasons to skip one, and other users' files and rights.
+"""Needs of tests that some machines do not meet (the only reasons to skip a test), and files and rights of other users.
 
-A run ends with the list of what it did not run for want of another machine. A test that could force its premise must
-not skip: `tests/test_whole_run.py` allows `skip` here and in `tests/gpu` alone.
+A run ends with a list of the tests that it skipped because they need another machine. A test that can force its premise
+must not skip: `tests/test_whole_run.py` allows `skip` only in this file and in `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ NOBODY = 65534
 _CAPABILITY_VERSION = 0x20080522
 
 lends_huge_pages = pytest.mark.skipif(
-    place_to_lend() is None, reason="another machine: one whose system has huge pages that can be lent (Linux 6.1 on)"
+    place_to_lend() is None, reason="another machine: needs huge pages that can be lent (Linux 6.1 or later)"
 )
 
 
 def missing_instruction_sets() -> list[str]:
-    """Those whose kernels this machine cannot run, or all where the library is missing. `amx_bf16` is tested with
-    emulated tiles everywhere.
+    """Return the instruction sets that this machine cannot run, or all of them if the library is missing.
+
+    `amx_bf16` is tested with emulated tiles on every machine.
     """
     every = {source.stem for source in INSTRUCTION_SETS.glob("*.cpp")}
     try:
@@ -39,7 +40,7 @@ def missing_instruction_sets() -> list[str]:
 
 
 def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let a file, or a link itself, belong to user `NOBODY`; where only root may do so, for this process alone."""
+    """Make a file, or a link itself, belong to user `NOBODY`. Without root this is so only in this process."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
         return
@@ -60,13 +61,13 @@ def _with_owner(look: object, given: tuple[int, int]) -> object:
 
 @contextmanager
 def without_rights_of_root() -> Iterator[None]:
-    """This thread may read and write what its user's permissions say, also if that is root."""
+    """Limit this thread to what its user's file permissions allow, even if the user is root."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     before = ctypes.create_string_buffer(24)
     assert libc.capget(header, before) == 0, os.strerror(ctypes.get_errno())
     sets = list(struct.unpack("6I", before.raw))
-    sets[0] = sets[3] = 0  # what is in effect, of both halves; what is permitted stays
+    sets[0] = sets[3] = 0  # both halves of the effective set; the permitted set stays
     assert libc.capset(header, struct.pack("6I", *sets)) == 0, os.strerror(ctypes.get_errno())
     try:
         yield

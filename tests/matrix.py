@@ -1,7 +1,7 @@
-"""Which cells of a test's matrix every run has. `make test-all` has all of them.
+"""Selects the cells of a test's matrix for every run. `make test-all` runs all cells.
 
-A plugin of pytest, which `conftest` loads: the cells that are left to `make test-all` get the mark `exhaustive`, which
-pytest is told to leave out unless `-m` says otherwise.
+A plugin of pytest, loaded by `conftest`. Cells left to `make test-all` get the mark `exhaustive`; pytest deselects that
+mark unless `-m` says otherwise.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import pytest
 
 
 def thinned(keep: Callable[..., bool]) -> pytest.MarkDecorator:
-    """Have every run take only those cells of a test's matrix for which `keep` holds. It gets the parameters of a cell,
-    also those of its fixtures, by their names. The mark of a function stands in place of that of its module.
+    """Run only the cells of a test's matrix for which `keep` returns True, except in `make test-all`.
+
+    `keep` gets the parameters of a cell by name, including those of its fixtures. A function's mark overrides its
+    module's mark.
     """
     return pytest.mark.thinned(keep)  # type: ignore[return-value]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cells that are left to `make test-all`."""
+    """Mark the cells that are left to `make test-all`."""
     for item in items:
         if (marker := item.get_closest_marker("thinned")) is not None:
             (keep,) = marker.args

@@ -1,4 +1,4 @@
-"""The mixer of a layer, for a test that knows of which kind it is."""
+"""The mixer of a layer, for tests that know its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pushes made by hand, one protocol message after the other, so that a test can stop anywhere or send nonsense."""
+"""Pushes made by hand, one protocol message at a time, so that a test can stop anywhere or send invalid messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ids = (f"call-{number}" for number in itertools.count())
 
 
 def ask(client: RawClient, type: str, **fields: Any) -> dict[str, Any]:
-    """Send a call and return its reply; replies to other messages on the way are dropped."""
+    """Send a call and return its reply. Drop replies to other messages."""
     id = next(_ids)
     client.send(type, id=id, **fields)
     while (reply := client.receive())["id"] != id:
@@ -46,7 +46,7 @@ class HandPush:
         return self.call("begin_push", **self.begin_fields(**fields))
 
     def bucket(self) -> dict[str, Any]:
-        """Puts the tensors into the first slot, and says where they lie."""
+        """Copy the tensors into the first slot and return their places."""
         pieces, offset = [], 0
         for name, tensor in self.tensors.items():
             data = tensor.reshape(-1).view(torch.uint8)
@@ -69,12 +69,12 @@ class HandPush:
         return self.call("abort_push")
 
     def up_to_verify(self, **fields: Any) -> None:
-        """Begin, stage and verify, each of which must succeed."""
+        """Begin, stage and verify. Each call must succeed."""
         for reply, phase in ((self.begin(**fields), "begun"), (self.stage(), "staged"), (self.verify(), "verified")):
             assert reply["type"] == "push_status" and reply["phase"] == phase, reply
 
     def run(self, **fields: Any) -> dict[str, Any]:
-        """The whole push; returns the reply to the commit."""
+        """Run the whole push and return the reply to the commit."""
         self.up_to_verify()
         return self.commit(**fields)
 

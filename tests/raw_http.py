@@ -1,4 +1,4 @@
-"""Connections to HTTP servers on which tests say anything."""
+"""Connections to HTTP servers on which tests can send any bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Raw:
         self.send("\r\n".join([*lines, "", ""]).encode())
 
     def line(self) -> bytes:
-        """The next line of an answer."""
+        """Return the next line of an answer."""
         return self._file.readline()
 
     def send_until_refused(self, data: bytes, most: int = 2**30) -> int:
@@ -46,14 +46,14 @@ class Raw:
         return sent
 
     def answer(self) -> tuple[int, dict[str, str], Any]:
-        """The status, the headers by lower-case names, and the JSON of the next answer, which must say its length."""
+        """Return status, headers (lower-case names) and JSON of the next answer, which must have a content length."""
         status = int(self._file.readline().split()[1])
         lines = iter(self._file.readline, b"\r\n")
         headers = {name.lower(): value.strip() for name, value in (line.decode().split(":", 1) for line in lines)}
         return status, headers, json.loads(self._file.read(int(headers["content-length"])))
 
     def is_closed(self) -> bool:
-        """Whether nothing follows. Waits for the end, and fails if more comes."""
+        """Return whether the connection ends here. Waits for the end, and fails if more data comes."""
         try:
             rest = self._file.read(1)
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""What a test expects of an error beside its class: `pytest.raises(InvalidRequestError, check=about("n", value=0))`."""
+"""Checks of an error beyond its class: `pytest.raises(InvalidRequestError, check=about("n", value=0))`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def about(field: str | None, **expected: Any) -> Callable[[Any], bool]:
-    """A check that an error names this field, and has this `value` and this `limit`, if they are given."""
+    """Return a check that an error has this `field`, and, where given, this `value` and `limit`."""
     expected["field"] = field
 
     def check(error: Any) -> bool:

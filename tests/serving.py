@@ -1,4 +1,4 @@
-"""What tests of the service share: workers on threads, worker processes with the fake engine, a plain client."""
+"""Helpers shared by tests of the service: workers on threads, worker processes with the fake engine, a plain client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECEIVE_MS = 60_000
 
 
 class WorkerOnThread:
-    """A worker that runs on a thread of this process. `error`: what `run` raised."""
+    """A worker on a thread of this process. `error`: the exception that `run` raised."""
 
     def __init__(self, config: WorkerConfig, make_engine: Callable[[], ServedEngine]) -> None:
         self.worker = Worker(config, make_engine)
@@ -51,7 +51,7 @@ class WorkerOnThread:
 
 @contextmanager
 def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
-    """A worker in front of `engine` that is ready. At the end it must have drained, unless the test made it fail."""
+    """Run a worker in front of `engine` and wait until it is ready. It must drain at the end, unless it failed."""
     running = WorkerOnThread(WorkerConfig(**settings), lambda: engine)
     while running.worker._vitals.health().state == "loading":
         time.sleep(0.001)
@@ -66,7 +66,7 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
 
 
 def stop_after_a_step(engine: FakeEngine) -> None:
-    """Let the engine add one token to each sample, and no more."""
+    """Let the engine add one token to each sample, and then no more."""
     step = engine.step
 
     def step_once() -> list[Output]:
@@ -78,10 +78,10 @@ def stop_after_a_step(engine: FakeEngine) -> None:
 
 
 class FaultyWorker(Worker):
-    """A worker in front of `engine` that can be made to misbehave. `ready`: set once it is.
+    """A worker in front of `engine` that tests can make misbehave. `ready`: set once the worker is ready.
 
-    `calls`: the types of the messages it got, without `health`. `refuse`: an error for a type, to be answered once.
-    `mute`: types that get no answer.
+    `calls`: the types of the received messages, without `health`. `refuse`: per message type, an error to answer once.
+    `mute`: message types that get no answer.
     """
 
     def __init__(self, config: WorkerConfig, engine: FakeEngine) -> None:
@@ -103,13 +103,13 @@ class FaultyWorker(Worker):
 
 
 def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:
-    """A worker process with the fake engine."""
+    """Start a worker process with the fake engine."""
     command = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
     return WorkerProcess(WorkerConfig(**settings), EngineConfig(model=model), startup_timeout=60, command=command)
 
 
 class RawClient:
-    """A DEALER socket that sends and receives MessagePack maps, and bytes that are none."""
+    """A DEALER socket that sends and receives MessagePack maps, and also bytes that are not MessagePack."""
 
     def __init__(self, address: str, identity: bytes | None = None) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -135,7 +135,7 @@ class RawClient:
         return msgpack.unpackb(self.socket.recv())
 
     def receive_until(self, *types: str) -> list[dict[str, Any]]:
-        """Replies up to the first of one of these types."""
+        """Return the replies up to the first one of these types."""
         replies = [self.receive()]
         while replies[-1]["type"] not in types:
             replies.append(self.receive())
@@ -156,7 +156,7 @@ class RawClient:
 
 
 def check_group(group: Group, num_samples: int) -> None:
-    """The group is whole, and its tokens are those that follow from its seed."""
+    """Check that the group is whole, and that its tokens follow from its seed."""
     assert [sample.index for sample in group.samples] == list(range(num_samples)) and group.params.seed is not None
     for sample in group.samples:
         assert group.params.max_tokens is not None

@@ -1,13 +1,13 @@
-"""A process that becomes another user (uid 65534), tries all that it is told of on stdin, and says what it managed.
+"""A process that becomes another user (uid 65534), attempts every access listed on stdin, and prints what succeeded.
 
-Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: numbers. `ports`: of 127.0.0.1, to whether they speak
-gRPC. Output: `managed`, what was not refused, as `[attempt, target]`; `answers`, the status of each port; `pid`, a
-process of its own that it tried, too.
+Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: pids. `ports`: ports of 127.0.0.1, each with whether it
+speaks gRPC. Output, JSON: `managed`, the attempts that succeeded, as `[attempt, target]`; `answers`, the status of each
+port; `pid`, a process of this user that it also attempts to access.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # by `connect`, once this user may not read Python any more
+import encodings.idna  # noqa: F401  # needed by `connect`, when this user can no longer read Python's files
 import http.client
 import json
 import os
@@ -28,7 +28,7 @@ METHODS = (
     "ray.rpc.ObjectManagerService/Pull",
     "ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 )
-"""One of each service of Ray's ports. One that a port does not have is UNIMPLEMENTED (12) there, whoever asks."""
+"""One method of each service on Ray's ports. A port without the service answers UNIMPLEMENTED (12) to everyone."""
 UNIMPLEMENTED = "12"
 
 
@@ -66,7 +66,7 @@ def connect(path: str) -> None:
 def ask(port: int, grpc: bool) -> str:
     try:
         return ask_grpc(port) if grpc else ask_http(port)
-    except OSError as error:  # such as one that listens elsewhere
+    except OSError as error:  # for example, if the port belongs to another address
         return repr(error)
 
 
@@ -77,13 +77,13 @@ def ask_http(port: int) -> str:
 
 
 def ask_grpc(port: int) -> str:
-    """The status that the service of the port gives to a call without a token; gRPC's own numbers."""
+    """Return gRPC's status number for a call without a token to the port's service."""
     found = {call(port, method) for method in METHODS}
     return ",".join(sorted(found - {UNIMPLEMENTED}))
 
 
 def call(port: int, method: str) -> str:
-    """An empty request, in HTTP/2 with headers that are neither compressed nor remembered."""
+    """Send an empty request over HTTP/2, with literal headers that are neither compressed nor indexed."""
     pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{method}"), (":authority", "ray")]
     pairs += [("content-type", "application/grpc"), ("te", "trailers")]
     headers = b"".join(b"\0" + text(name) + text(value) for name, value in pairs)
@@ -116,7 +116,7 @@ def main() -> None:
     own = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         while not Path(f"/proc/{own.pid}/cmdline").read_bytes().startswith(b"sleep"):
-            time.sleep(0.01)  # until its exec is over, it is still this program's, which nobody may look into
+            time.sleep(0.01)  # until exec is done, the process runs this program, and /proc denies access to it
         targets["processes"].append(own.pid)
         for attempt, target, action in attempts(targets):
             with suppress(OSError):

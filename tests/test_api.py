@@ -21,14 +21,14 @@ MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.im
 
 
 def public_members(kind: type) -> Iterator[tuple[str, Any]]:
-    """The methods and properties that a class adds to those of its bases, by name."""
+    """Yield the methods and properties that a class itself defines, by name."""
     for name, member in vars(kind).items():
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             yield name, member
 
 
 def docstrings(module: str) -> dict[str, str | None]:
-    """Of all that a module offers: `name`, and `Class.name`."""
+    """Return the docstrings of a module's public names: `name`, and `Class.name`."""
     found: dict[str, str | None] = {}
     for name in import_module(module).__all__:
         public = getattr(import_module(module), name)
@@ -47,7 +47,7 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     found = docstrings(module)
     own = {name for name, value in vars(import_module(module)).items() if _is_of(value, module) and name[0] != "_"}
     assert own <= {*import_module(module).__all__} and len(found) > 2
-    # A dataclass without one gets its signature for a docstring.
+    # A dataclass without a docstring gets its signature as one.
     made_up = [name for name, text in found.items() if text and text.startswith(f"{name}(")]
     assert made_up == [] and [name for name, text in found.items() if not text] == []
 
@@ -69,7 +69,7 @@ def test_the_pages_have_every_public_name(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").is_file()
     for module in MODULES:
         page = (tmp_path / (module.replace(".", "/") + ".html")).read_text()
-        # What cannot be resolved is there as a variable without a docstring.
+        # pdoc shows a name that it cannot resolve as a variable without a docstring.
         shown = re.findall(r'<section id="([\w.]+)">\s*<div class="attr (?:class|function)">', page)
         shown += re.findall(r'<div id="([\w.]+)" class="classattr">\s*<div class="attr (?:function|variable)">', page)
         assert docstrings(module).keys() - {*shown} == set()

@@ -1,4 +1,4 @@
-"""Every promise of docs/security.md names its tests, and they are there."""
+"""Every promise of docs/security.md names its tests, and these tests exist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
 WITHOUT_PROMISES = {"What is not promised", "Reporting a problem"}
 LIMITS = ("What users can still learn and do", "A client that may connect can still", "Whoever may push weights, thus")
-"""How paragraphs begin that say what a promise does not cover, or where the ones after it come from."""
+"""Beginnings of paragraphs that are not promises: limits of a promise, or the origin of the next paragraphs."""
 
 
 def blocks() -> Iterator[str]:
-    """The paragraphs and the items of lists, of all sections with promises."""
+    """Yield the paragraphs and the list items of all sections with promises."""
     for section in PAGE.split("\n## ")[1:]:
         title, _, text = section.partition("\n")
         if title not in WITHOUT_PROMISES:
@@ -23,7 +23,10 @@ def blocks() -> Iterator[str]:
 
 
 def is_promise(block: str) -> bool:
-    """A table has its tests in the paragraph before or after it, what introduces a list in the items."""
+    """Return whether a block is a promise that needs tests.
+
+    The paragraph before or after a table names the table's tests. The items of a list name the list's tests.
+    """
     return bool(block) and not block.startswith(("|", *LIMITS)) and not block.endswith(":")
 
 
@@ -39,7 +42,7 @@ def test_every_promise_names_its_tests() -> None:
     assert [block for block in promises if not re.search(r"Tests?: (\[\d+\](, )?)+\.$", block)] == []
 
 
-def test_every_test_that_is_named_is_there() -> None:
+def test_every_named_test_exists() -> None:
     tests = definitions()
     named = {number for block in blocks() for number in re.findall(r"\[(\d+)\]", block)}
     assert named == tests.keys()

@@ -1,4 +1,4 @@
-"""The fake engine and its weights keep the promises that the service relies on: the same course, with the real ones."""
+"""The fake engine and its weights behave as the service needs: the same tests also run on the real ones."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def drain(engine: ServedEngine) -> list[Output]:
         outputs += engine.step()
         if not engine.has_unfinished:
             return outputs
-    raise AssertionError("it does not end")
+    raise AssertionError("the engine still has unfinished requests after 100 steps")
 
 
 def samples_of(outputs: list[Output]) -> dict[tuple[str, int], SampleOutput]:
     found = [output for output in outputs if isinstance(output, SampleOutput)]
-    assert len({(sample.request_id, sample.index) for sample in found}) == len(found), "each sample is finished once"
+    assert len({(sample.request_id, sample.index) for sample in found}) == len(found), "each sample finishes once"
     return {(sample.request_id, sample.index): sample for sample in found}
 
 
-def test_all_that_is_accepted_is_finished_once(engine: ServedEngine) -> None:
+def test_every_accepted_request_finishes_once(engine: ServedEngine) -> None:
     assert not engine.has_unfinished
     engine.add(generate("a", n=3))
     engine.add(generate("b", max_tokens=2, logprobs=None))
@@ -83,7 +83,7 @@ def test_all_that_is_accepted_is_finished_once(engine: ServedEngine) -> None:
     "prompt",
     [np.zeros(0, np.int32), np.array([-1, 4], np.int32), np.array([10**6], np.int32), np.full(10**4, 5, np.int32)],
 )
-def test_what_is_refused_changes_nothing(engine: ServedEngine, prompt: np.ndarray) -> None:
+def test_a_refused_request_changes_nothing(engine: ServedEngine, prompt: np.ndarray) -> None:
     for request in (generate("r", prompt), ScoreRequest("r", prompt)):
         with pytest.raises(InvalidRequestError) as caught:
             engine.add(request)
@@ -93,7 +93,7 @@ def test_what_is_refused_changes_nothing(engine: ServedEngine, prompt: np.ndarra
     assert samples_of(drain(engine)).keys() == {("r", 0)}
 
 
-def test_an_abort_ends_what_it_names_with_what_is_there(engine: ServedEngine) -> None:
+def test_an_aborted_sample_keeps_its_tokens(engine: ServedEngine) -> None:
     engine.add(generate("a", n=2, max_tokens=30))
     for _ in range(4):
         engine.step()
@@ -108,7 +108,7 @@ def test_an_abort_ends_what_it_names_with_what_is_there(engine: ServedEngine) ->
         engine.abort("a")
 
 
-def test_deltas_are_how_an_output_begins(engine: ServedEngine) -> None:
+def test_deltas_are_a_prefix_of_the_output(engine: ServedEngine) -> None:
     engine.add(generate("a", n=2))
     engine.add(generate("quiet"))
     engine.stream("a")
@@ -127,7 +127,7 @@ def test_deltas_are_how_an_output_begins(engine: ServedEngine) -> None:
 
 
 @pytest.mark.parametrize("act", ["interrupt", "commit", "sleep"])
-def test_whatever_interrupts_ends_all_if_it_is_to_abort(engine: ServedEngine, act: str) -> None:
+def test_interrupt_commit_and_sleep_can_abort_all_requests(engine: ServedEngine, act: str) -> None:
     acts: dict[str, Callable[[Any], list[Output]]] = {
         "interrupt": engine.interrupt,
         "commit": lambda how: engine.commit_weights(engine.weights.new_staging(False), 9, how),
@@ -146,7 +146,7 @@ def test_whatever_interrupts_ends_all_if_it_is_to_abort(engine: ServedEngine, ac
         assert engine.weight_version == 9
 
 
-def test_what_is_counted_has_the_same_names(engine: ServedEngine) -> None:
+def test_stats_have_the_same_names(engine: ServedEngine) -> None:
     names = [field.name for field in dataclasses.fields(EngineStats)]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(FakeStats) if field.name != "checksums")
     assert {"weights", "kv_cache"} <= engine.memory().keys()
@@ -157,7 +157,7 @@ def test_what_is_counted_has_the_same_names(engine: ServedEngine) -> None:
     assert engine.stats().computed_tokens > before
 
 
-def test_weights_are_what_a_commit_brought(engine: ServedEngine) -> None:
+def test_a_commit_replaces_the_weights(engine: ServedEngine) -> None:
     weights = engine.weights
     name = next(iter(weights.shapes))
     before = weights.served(name).clone()
@@ -175,7 +175,7 @@ def test_weights_are_what_a_commit_brought(engine: ServedEngine) -> None:
     assert torch.equal(weights.served(name).flatten(), expected)
 
 
-def test_the_fake_weights_have_what_a_push_asks_for() -> None:
+def test_the_fake_weights_have_the_attributes_of_a_push_target() -> None:
     weights = FakeWeights({"a": (3, 2)}, "float32", {"b": "a"}, ["c"])
     assert (weights.dtype, weights.shapes, weights.tied, weights.ignored) == (
         "float32",

@@ -1,6 +1,6 @@
-"""What make prints while it installs: a line for each stage, its progress on a terminal, and where to look if it fails.
+"""The output of make during an installation: a line per stage, progress on a terminal, and the log's place on failure.
 
-A script stands in for the Python of the virtual environment, and thus for pip.
+A script stands in for the Python of the virtual environment, and so for pip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOCK = ".ci/constraints.txt"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a native library, and with a virtual environment for `fake_pip`."""
+    """A repository with a native library, and a virtual environment for `fake_pip`."""
     for folder in ("kernels/cpu", "env/bin", "env/lib/python3/site-packages"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "kernels/cpu/_native.so").touch()
@@ -67,7 +67,7 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
     assert log.count("careful") == 2, "stderr is in the log as well"
 
 
-def test_a_log_tells_of_the_last_installation_only(root: Path) -> None:
+def test_a_log_covers_only_the_last_installation(root: Path) -> None:
     fake_pip(root, "echo first")
     run("env", "demo")
     fake_pip(root, "echo second")
@@ -77,7 +77,7 @@ def test_a_log_tells_of_the_last_installation_only(root: Path) -> None:
 
 
 class Terminal(io.StringIO):
-    """Makes the file `seen` once `awaited` is shown."""
+    """A terminal that creates the file `seen` once it shows `awaited`."""
 
     def __init__(self, awaited: str, seen: Path) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def test_on_a_terminal_a_bar_counts_the_packages_that_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_bar_counts_the_installed_packages(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = "until [ -e seen ]; do sleep 0.05; done"
     installing = "echo 'Installing collected packages: a, b'; mkdir -p env/lib/python3/site-packages/a-1.dist-info"
     fake_pip(root, f"{installing}; {wait}")
@@ -122,7 +122,7 @@ def test_on_a_terminal_a_bar_counts_the_packages_that_are_there(root: Path, monk
         ("Installing collected packages: a, b\n", "[####################] 2 of 2"),
     ],
 )
-def test_progress_is_read_from_what_pip_prints(printed: str, shown: str) -> None:
+def test_progress_is_read_from_the_output_of_pip(printed: str, shown: str) -> None:
     assert load_script().describe(printed, 3) == shown
 
 
@@ -133,11 +133,11 @@ def test_a_failure_shows_the_end_of_the_log_and_where_it_is(root: Path) -> None:
     assert done.stdout == "Installing trueroll into env ...\nInstalling trueroll into env failed.\n", "no second stage"
     lines = done.stderr.splitlines()
     assert lines[:-1] == [f"line {i}" for i in range(16, 31)]
-    assert lines[-1].startswith("install: expected `env/bin/python -m pip install ") and "found 3" in lines[-1]
-    assert "env/install.log has all" in lines[-1] and "run make again" in lines[-1]
+    assert lines[-1].startswith("install: `env/bin/python -m pip install ") and "exited with 3" in lines[-1]
+    assert "env/install.log" in lines[-1] and "run make again" in lines[-1]
 
 
-def test_kernels_that_do_not_compile_are_an_error_with_a_way_out(root: Path) -> None:
+def test_a_failed_compilation_is_an_error_with_a_way_out(root: Path) -> None:
     said = "error: the native CPU kernels of trueroll do not compile (g++ failed); install g++"
     fake_pip(root, f"echo '{said}'; for i in $(seq 30); do echo line $i; done; exit 1")
     done = run("env", "demo")
@@ -145,7 +145,7 @@ def test_kernels_that_do_not_compile_are_an_error_with_a_way_out(root: Path) -> 
     assert "Install g++ and run make again, or run it with TRUEROLL_NATIVE=0" in done.stderr
 
 
-def test_reference_kernels_that_were_asked_for_are_told_of(root: Path) -> None:
+def test_requested_reference_kernels_are_reported(root: Path) -> None:
     (root / "kernels/cpu/_native.so").unlink()
     fake_pip(root, "")
     done = run("env", "demo")
@@ -154,7 +154,7 @@ def test_reference_kernels_that_were_asked_for_are_told_of(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("own", "given"), [("", LOCK), ("mine.txt", f"mine.txt {LOCK}")])
-def test_every_package_has_the_version_that_was_tested(
+def test_every_package_has_the_locked_version(
     root: Path, monkeypatch: pytest.MonkeyPatch, own: str, given: str
 ) -> None:
     monkeypatch.setenv("PIP_CONSTRAINT", own)
@@ -164,11 +164,11 @@ def test_every_package_has_the_version_that_was_tested(
     assert (SCRIPT.parent.parent / LOCK).is_file()
 
 
-def test_a_python_that_is_gone_is_an_error_of_one_line(root: Path) -> None:
+def test_a_missing_python_is_an_error_of_one_line(root: Path) -> None:
     (root / "env/bin/python").symlink_to("/nowhere/python")
     done = run("env", "demo")
     assert done.returncode == 1
-    assert done.stderr.startswith("install: expected to run") and done.stderr.endswith("run `make clean`, then make\n")
+    assert done.stderr.startswith("install: cannot run") and done.stderr.endswith("run `make clean`, then make\n")
 
 
 def test_a_missing_environment_is_made_first(root: Path) -> None:
@@ -177,10 +177,10 @@ def test_a_missing_environment_is_made_first(root: Path) -> None:
         "Making the virtual environment new ...",
         "Making the virtual environment new:",
     ]
-    assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
+    assert (root / "new/bin/pip").exists() and done.returncode == 1, "the folder has nothing to install"
 
 
-def test_packages_go_in_front_of_those_that_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_installed_in_front_of_existing_ones(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
     (root / ".venv/bin").mkdir(parents=True)
     (root / "front").mkdir()
@@ -196,7 +196,7 @@ def test_packages_go_in_front_of_those_that_are_there(root: Path, monkeypatch: p
         "Installing wanted.txt into front ...",
     ]
     log = (root / "front/install.log").read_text()
-    assert "constraints: .\n" in log and LOCK not in log, "these versions are other ones than the lock's"
+    assert "constraints: .\n" in log and LOCK not in log, "these versions differ from the lock's"
     assert "pip --python front/bin/python install --no-compile --no-deps --requirement wanted.txt\n" in log
     line = (root / "front/lib/python3/site-packages/behind.pth").read_text()
     assert line.endswith("site.addsitedir(sys.prefix + '/../.venv/lib/python3/site-packages')\n")

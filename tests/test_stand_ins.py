@@ -1,6 +1,6 @@
-"""The stand-ins of NCCL and of CUDA graphs take what the real ones take, and behave as their users rely on.
+"""The stand-ins of NCCL and of CUDA graphs have the interfaces of the real ones and behave as their callers need.
 
-tests/gpu/test_stand_ins.py takes the real ones through the same course.
+tests/gpu/test_stand_ins.py runs the same checks on the real ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TORCH: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
 
 
 def parameters_of(documented: str) -> set[tuple[str, ...]]:
-    """The names of the parameters of each overload in a docstring of pybind11, `self` left out."""
+    """Return the parameter names of each overload in a docstring of pybind11, without `self`."""
     found = re.findall(r"\(self: [^,)]+(?:, ([^\n]*?))?\) -> ", documented)
     return {tuple(re.findall(r"(?:^|, )(\w+): ", each)) for each in found}
 
@@ -39,7 +39,7 @@ def test_the_parameters_of_overloads_are_read() -> None:
     ("stand_in", "real"), [(NcclGroup, _TORCH.Backend), (NcclWork, _TORCH.Work)], ids=["group", "work"]
 )
 def test_the_stand_in_of_nccl_has_methods_that_torch_has(stand_in: type, real: type) -> None:
-    """torch without NCCL has the class that the group of NCCL derives from, and its operations."""
+    """torch without NCCL still has the base class of NCCL's process group, and its operations."""
     methods = {name: each for name, each in vars(stand_in).items() if inspect.isfunction(each) and name[0] != "_"}
     assert len(methods) == {NcclGroup: 3, NcclWork: 1}[stand_in], "the premise"
     for name, method in methods.items():
@@ -49,7 +49,7 @@ def test_the_stand_in_of_nccl_has_methods_that_torch_has(stand_in: type, real: t
 
 
 def _agree(real: tuple[str, ...], ours: tuple[str, ...]) -> bool:
-    """Whether the names are the same, but for those that torch has given none (`arg0`)."""
+    """Return whether the names are equal, except where torch has no name (`arg0`)."""
     return all(name == own or re.fullmatch(r"arg\d", name) for name, own in zip(real, ours, strict=True))
 
 
@@ -57,10 +57,10 @@ def test_the_options_of_the_stand_in_are_those_of_torch() -> None:
     assert isinstance(NcclGroup.Options._timeout, timedelta) and "_timeout" in vars(_TORCH.Backend.Options)
 
 
-def test_the_stand_in_of_graphs_is_called_as_the_real_one() -> None:
+def test_the_stand_in_of_graphs_has_the_signature_of_the_real_one() -> None:
     signatures = [inspect.signature(each.__call__) for each in (Capture, CudaCapture, Recomputed)]
     assert signatures[0] == signatures[1] == signatures[2]
 
 
-def test_the_stand_in_of_graphs_replays_what_was_captured() -> None:
+def test_the_stand_in_of_graphs_replays_the_captured_calls() -> None:
     check_capture(Recomputed([]), torch.device("cpu"))

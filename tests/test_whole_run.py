@@ -1,4 +1,4 @@
-"""The suite itself: it leaves no process behind, and keeps no more threads busy than there are cores."""
+"""The test suite leaves no process behind, and keeps no more threads busy than there are cores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import whole_run
 TESTS = Path(__file__).parent
 FILE = "tests/test_whole_run.py"
 ORPHAN = "subprocess.run('sleep 1000 >/dev/null 2>&1 &', shell=True)"
-"""Starts a process that nobody waits for, and that belongs to nobody once its shell has ended."""
+"""Starts a process that nothing waits for and that has no parent of its own once its shell has ended."""
 
 
-def test_only_a_missing_machine_keeps_a_test_from_running() -> None:
-    """Every other premise is forced. What is skipped or may fail is named where machines are, or needs a GPU."""
+def test_only_a_missing_machine_skips_a_test() -> None:
+    """Tests force every other premise. Only tests/machines.py and tests/gpu may skip a test or let it fail."""
     escapes = {"skip", "skipif", "importorskip", "xfail"}
     found = {
         f"{path.relative_to(TESTS)}:{node.lineno}"
@@ -43,7 +43,7 @@ def test_test_processes_share_the_cores(num_processes: int, num_cores: int, thre
     assert chosen == {"OMP_NUM_THREADS": "7"}
 
 
-def test_this_process_has_its_share_and_its_threads_wait_asleep() -> None:
+def test_this_process_uses_its_share_of_cores_and_waits_passively() -> None:
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     assert torch.get_num_threads() * num_processes <= max(num_processes, len(os.sched_getaffinity(0)))
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -63,11 +63,11 @@ def test_children_and_orphans_of_a_file_are_found_until_they_have_ended() -> Non
         assert child.stdin is not None
         child.stdin.close()
         assert whole_run.still_running([child.pid, orphan]) == set()
-        assert child.wait() == 1  # the exit code is left to whoever started it
+        assert child.wait() == 1  # its exit code is still there for its parent
     assert whole_run.started_by(FILE).keys().isdisjoint({child.pid, orphan})
 
 
-def test_a_file_and_a_run_that_leave_a_process_behind_fail_and_name_it(tmp_path: Path) -> None:
+def test_a_file_or_a_run_that_leaves_a_process_behind_fails_and_names_it(tmp_path: Path) -> None:
     (tmp_path / "test_file.py").write_text(f"import subprocess\ndef test_it():\n    {ORPHAN}\n")
     (tmp_path / "conftest.py").write_text(
         f"import subprocess, whole_run\nwhole_run.SECONDS = 0.0\ndef pytest_sessionfinish():\n    {ORPHAN}\n"

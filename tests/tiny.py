@@ -1,7 +1,7 @@
 """Tiny random models, saved as Hugging Face folders, on which tests run in milliseconds.
 
-The weights are spread so that a wrong bit anywhere shows in the output: every layer moves the result visibly, the top
-two logits lie well apart, biases are not zero and norm weights are not one.
+The weights are spread out so that a wrong bit anywhere shows in the output: every layer visibly changes the result, the
+top two logits lie well apart, biases are not zero, and norm weights are not one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = tuple(_FAMILIES)
 _WINDOW: dict[str, Any] = dict(sliding_window=32)
 _QWEN_WINDOW = dict(**_WINDOW, use_sliding_window=True, max_window_layers=1)
 _BOTH = dict(layer_types=["sliding_attention", "full_attention"])
-# With one matrix for both, its large embeddings would make each token follow itself.
+# With tied embeddings, the large embeddings would make each token follow itself.
 _GEMMA3 = dict(**_BOTH, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=False)
 _FAMILIES |= {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _WINDOW | _GEMMA3),
@@ -76,25 +76,25 @@ _FAMILIES |= {
 }
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
-# Each differs from the others in what its layers compute; those not here differ in their settings alone.
+# Families that differ in what their layers compute. Families not listed differ only in their settings.
 WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
 _ZERO_CENTERED = ("Gemma", "Qwen3_5", "Qwen3Next")
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 
 
 def make_tiny_model(family: str, folder: Path, dtype: str = "float32", **config_overrides: Any) -> Path:
-    """Save a random model of `family`, with a tokenizer, into `folder`, and return it.
+    """Save a random model of `family` with a tokenizer into `folder`, and return `folder`.
 
-    The same arguments give the same weights. `config_overrides` are fields of the family's Hugging Face config.
-    Llama and Qwen2 have a head of their own, Qwen2 has biases on q, k and v, Qwen3 shares the embedding with the head.
-    Windows, where there are some, hold 32 tokens.
+    The same arguments give the same weights. `config_overrides`: fields of the family's Hugging Face config. Llama and
+    Qwen2 have a separate head, Qwen2 has biases on q, k and v, and Qwen3 ties the embedding to the head. Windows, where
+    a family has some, hold 32 tokens.
     """
     make_config, make_model, defaults = _FAMILIES[family]
     return save_tiny_model(make_model(make_config(**(TINY | defaults | config_overrides))), folder, dtype)
 
 
 def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
-    """Save a transformers model with other weights, and a tokenizer, into `folder`, and return it."""
+    """Replace the weights of a transformers model, save it with a tokenizer into `folder`, and return `folder`."""
     _spread_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _make_tokenizer(model.config.get_text_config().vocab_size).save_pretrained(folder)
@@ -108,7 +108,7 @@ def _spread_weights(model: torch.nn.Module) -> None:
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5, generator=generator)
             if type(model).__name__.startswith(_ZERO_CENTERED) and not name.endswith("linear_attn.norm.weight"):
-                weight.sub_(1.0)  # its norms multiply by 1 + w
+                weight.sub_(1.0)  # these norms multiply by 1 + w
         else:
             weight.normal_(std=_spread(name, weight, transposed), generator=generator)
 
@@ -124,7 +124,7 @@ def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:
 
 
 def _make_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """One token per byte, after three special tokens; ids beyond those decode to words such as `<300>`."""
+    """Return a tokenizer with three special tokens, then one per byte. Higher ids decode to words such as `<300>`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*_SPECIAL_TOKENS, *alphabet]
     words = (words + [f"<{i}>" for i in range(len(words), vocab_size)])[:vocab_size]

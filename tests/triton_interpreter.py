@@ -1,11 +1,12 @@
-"""Triton's interpreter, mended where it does not compute what a GPU does.
+"""Fixes for Triton's interpreter where it does not compute what a GPU does.
 
-A GPU's matrix instruction gives each element of a product from its row and its column alone, in one order; the
-interpreter asks the CPU's matrix library, whose order depends on the shapes. It multiplies bfloat16 as if its bits were
-integers, rounds to bfloat16 by cutting bits off, and takes one truth for all elements of a tile to be a number, which
-is no mask. `install` puts these four right; call it before any kernel runs.
-It also spares the interpreter a search of the whole language at each call of a device function, and one for the type of
-each value, which makes it faster.
+A GPU's matrix instruction computes each element of a product from its row and its column alone, in one order. The
+interpreter calls the CPU's matrix library, and its order depends on the shapes. The interpreter also multiplies
+bfloat16 values as if their bits were integers, rounds to bfloat16 by truncation, and treats a scalar truth value for a
+whole tile as a number, which is not a valid mask. `install` fixes these four; call it before any kernel runs.
+
+`install` also makes the interpreter faster: it no longer searches the whole language at each call of a device function,
+nor for the type of each value.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Mend the interpreter of this process."""
+    """Apply the fixes to the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.create_splat = _create_splat  # type: ignore[method-assign]
     interpreter._convert_float = _convert_float  # type: ignore[assignment]
@@ -29,21 +30,21 @@ def install() -> None:
 
 
 def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """The interpreter's data of a floating-point dtype as float32."""
+    """Return the interpreter's data of a floating-point dtype as float32."""
     if dtype.scalar == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     return data.astype(np.float32)
 
 
 def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 rounded to nearest, ties to even; uint16 with the bits."""
+    """Round float32 to the nearest bfloat16, ties to even. Return the bits as uint16."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: int) -> Any:
-    """d + a @ b in float32, one column of `a` and one row of `b` after the other."""
+    """Return d + a @ b in float32. Adds one column of `a` times one row of `b` at a time."""
     left, right = widen(a.data, a.dtype), widen(b.data, b.dtype)
     total = d.data.copy()
     with np.errstate(invalid="ignore", over="ignore"):
@@ -53,7 +54,7 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
 
 
 def _create_splat(self: Any, tile: Any, x: Any) -> Any:
-    """One value for all elements of a tile, of the kind that its data is; a comparison's handle names its operands'."""
+    """Fill a tile with one value, in the dtype of its data: the handle of a comparison has its operands' dtype."""
     return interpreter.TensorHandle(np.full(tile.shape, x.data.flat[0]), x.dtype.scalar)
 
 
@@ -61,7 +62,7 @@ _dtype_of_scalar = cache(interpreter._get_np_dtype)
 
 
 def _get_np_dtype(dtype: Any) -> np.dtype[Any]:
-    """As the interpreter's own, found once for each scalar; pointers, which have no hash, are 64 bits."""
+    """Return the interpreter's own result, cached per scalar type. Pointers have no hash; they are 64 bits."""
     return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _dtype_of_scalar(dtype.scalar)
 
 

@@ -1,5 +1,7 @@
-"""What the tests with TRL share: workers in this process, so that a test can read their live weights, a publisher that
-does so after each push, settings for both trainers on a CPU, and a reward.
+"""Helpers shared by tests with TRL.
+
+Workers in this process, so that tests can read their live weights; a publisher that compares them after each push;
+settings of both trainers for a CPU; and a reward.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -34,7 +36,7 @@ class ServedEngine:
         self.engine, self.address = engine, address
 
     def differing(self, model: torch.nn.Module) -> list[str]:
-        """The names of the parameters of which the live weights differ from the model's in any bit."""
+        """Return the names of the parameters with live weights that differ from the model's in any bit."""
         live, theirs = self.engine.weights.tensors, model.state_dict()
         return [name for name in live if bits(live[name].to_dense()) != bits(theirs[name])]
 
@@ -45,7 +47,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @contextmanager
 def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
-    """A worker with the model, on a thread."""
+    """Run a worker with the model on a thread."""
     engines: list[Engine] = []
 
     def make_engine() -> Engine:
@@ -55,7 +57,7 @@ def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
     running = WorkerOnThread(WorkerConfig(), make_engine)
     try:
         with RolloutClient(running.address) as client:
-            client.score([[1, 2]])  # answered once the engine is there
+            client.score([[1, 2]])  # answered once the engine is loaded
         yield ServedEngine(engines[0], running.address)
     finally:
         running.worker.drain()
@@ -64,9 +66,9 @@ def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
 
 
 class CheckingPublisher(WeightPublisher):
-    """Notes after each push which weights of the worker differ from the model's, and what the model's embedding is.
+    """Notes after each push the worker's weights that differ from the model's, and the model's embedding.
 
-    Once `skips` is set, pushes are left out, and what is noted stays the same.
+    Once `skips` is set, pushes are skipped and the notes no longer change.
     """
 
     def __init__(self, served: ServedEngine) -> None:
@@ -87,7 +89,7 @@ class CheckingPublisher(WeightPublisher):
 
 
 def short_training(output: Path) -> dict[str, Any]:
-    """In float32 on a CPU: each step has one group of four samples of at most eight tokens."""
+    """Return settings for float32 on a CPU: one group of four samples of at most eight tokens per step."""
     return dict(
         output_dir=str(output),
         use_cpu=True,
@@ -116,6 +118,6 @@ def async_settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
 
 
 def num_vowels(completions: list[Any], **_: Any) -> list[float | None]:
-    """A reward for text, or for the messages of an answer."""
+    """Return a reward for each completion, a text or the messages of an answer."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(sum(letter in "aeiou" for letter in text)) for text in texts]

@@ -1,4 +1,4 @@
-"""Environments of verifiers for tests, with data and a harness of their own: a question, and a conversation."""
+"""Environments of verifiers for tests, with their own data and harness: a question, and a conversation."""
 
 # pyright: reportMissingImports=false
 
@@ -18,7 +18,7 @@ REPLIES = ("Are you sure? Say it again.", "And why is that?")
 
 
 class Question(vf.Task[vf.TaskData]):
-    """Rewarded for letters."""
+    """A task with a reward for letters."""
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
@@ -32,7 +32,7 @@ class Questions(vf.Taskset[Question, vf.TasksetConfig]):
 
 
 class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
-    """Two replies follow the first answer, whatever it is."""
+    """A conversation in which two fixed replies follow the first answer."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         async with agents.agent.interaction(task) as talk:
@@ -42,7 +42,7 @@ class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Asks once for each turn, in this process."""
+    """A harness that sends one request per turn, in this process."""
 
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False

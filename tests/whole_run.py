@@ -1,7 +1,7 @@
-"""What holds for a run of the tests as a whole: it leaves no process behind, and keeps few threads busy.
+"""Rules for a run of the tests as a whole: it leaves no process behind, and keeps few threads busy.
 
-A plugin of pytest, which `conftest` loads. A process belongs to a run if it inherited the run's folder in `RUN`; its
-environment names the test that started it, too.
+A plugin of pytest, loaded by `conftest`. A process belongs to a run if it inherited the run's folder in `RUN`. Its
+environment also names the test that started it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 RUN = "TRUEROLL_TEST_RUN"
 """The environment variable with the folder that all processes of a run share."""
 SECONDS = 30.0
-"""How long a process may take to end once nothing needs it any more."""
+"""How long a process may take to end once nothing needs it."""
 
 
 _OWN = pytest.StashKey[str]()
@@ -34,31 +34,31 @@ _LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes a folder for what the processes of a run share, in the first of them; the others inherit its name.
+    """Make the folder that the processes of a run share. The first process makes it; the others inherit its name.
 
-    Tests convert the embedded model anew, into that folder; set TRUEROLL_CACHE to reuse one instead.
+    Tests convert the embedded model into that folder, once per run. Set TRUEROLL_CACHE to reuse a folder instead.
     """
     if RUN in os.environ:
         return
-    # A publisher's tests take what is mapped from a folder "trueroll-..." for what a push left.
+    # Tests of a publisher treat mapped folders named "trueroll-..." as leftovers of a push.
     folder = tempfile.mkdtemp(prefix="tests-of-trueroll-")
     config.add_cleanup(partial(shutil.rmtree, folder))
     os.environ[RUN] = folder
     os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
     config.stash[_OWN] = folder
-    # The processes of xdist inherit it, and then import torch.
+    # The processes of xdist inherit the variable before they import torch.
     share_cores(os.environ, len(config.getoption("tx", []) or []), len(os.sched_getaffinity(0)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Fails the last test of a file that leaves processes behind, and names them."""
+    """Fail the last test of a file if the file leaves processes behind, and name them."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         end_helpers()
         found = started_by(item.nodeid.split("::")[0])
         if found:
-            gc.collect()  # what waits to be collected may hold a process, and end it
+            gc.collect()  # uncollected objects may hold a process and end it when they are collected
         if left := _kill_what_is_left(found):
             pytest.fail("left behind and killed:\n" + "\n".join(left), pytrace=False)
     return result
@@ -66,7 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # before the summary is printed, after the processes of xdist have ended
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Fails a run of which any process is left when all that ran tests have ended."""
+    """Fail a run if any process is left after all test processes have ended."""
     result = yield
     if (run := session.config.stash.get(_OWN, None)) is not None:
         if left := _kill_what_is_left(processes_of(run)):
@@ -76,23 +76,23 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names what the run left behind."""
+    """Name the processes that the run left behind."""
     for process in terminalreporter.config.stash.get(_LEFT, []):
         terminalreporter.write_line(f"left behind and killed: {process}", red=True)
 
 
 def share_cores(environment: MutableMapping[str, str], num_processes: int, num_cores: int) -> None:
-    """Let `num_processes` test processes keep at most as many threads busy as there are cores.
+    """Let `num_processes` test processes together keep at most as many threads busy as there are cores.
 
-    What torch, its libraries and numpy read is set for all processes that inherit `environment`; a test that needs two
-    threads asks torch for them. One process alone may use all cores, and a setting of the caller stays.
+    Sets the variable that torch, its libraries and numpy read, for all processes that inherit `environment`. A test
+    that needs two threads sets them in torch. A single process may use all cores. A variable that is already set stays.
     """
     if num_processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
 
 
 def processes_of(run: str) -> dict[int, str]:
-    """Ids of the processes that belong to a run, but for this one and those it descends from, with a description."""
+    """Return the processes of a run by id, with descriptions, except this process and its ancestors."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = {int(path.name): _environment(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
     return {
@@ -103,7 +103,7 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def started_by(file: str) -> dict[int, str]:
-    """Those of this process's descendants, and of the orphans of a test file, that run."""
+    """Return the running descendants of this process, and the orphans of a test file, by id with descriptions."""
     ids = {child.pid for child in psutil.Process().children(recursive=True)}
     orphans = {
         pid: description
@@ -114,9 +114,7 @@ def started_by(file: str) -> dict[int, str]:
 
 
 def end_helpers() -> None:
-    """End what this process keeps for later use: multiprocessing's tracker, and the server that gloo's readers are
-    forked from.
-    """
+    """End the helpers that this process keeps: multiprocessing's tracker, and the fork server of gloo's readers."""
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     if (reader := sys.modules.get("trueroll.weight_sync.transports.gloo_reader")) is not None:
         server = reader._fork_server
@@ -126,7 +124,7 @@ def end_helpers() -> None:
 
 
 def still_running(ids: Iterable[int]) -> set[int]:
-    """Which of these processes have not ended when `SECONDS` are over. Returns once all have; reaps none."""
+    """Wait up to `SECONDS` until these processes have ended. Return the ids of the others. Does not reap a process."""
     left, deadline = set(ids), time.monotonic() + SECONDS
     for pid in sorted(left):
         with suppress(ProcessLookupError):
@@ -142,7 +140,7 @@ def still_running(ids: Iterable[int]) -> set[int]:
 
 
 def _kill_what_is_left(found: dict[int, str]) -> list[str]:
-    """Descriptions of the processes that have not ended by themselves when `SECONDS` are over."""
+    """Wait up to `SECONDS` for processes to end, kill the others, and return their descriptions."""
     left = still_running(found)
     for pid in left:
         with suppress(ProcessLookupError):
@@ -157,7 +155,7 @@ def _runs(pid: int) -> bool:
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Empty for a process that has ended, and for one that this user may not look into."""
+    """Return a process's environment, or an empty dict if the process has ended or this user may not read it."""
     with suppress(OSError):
         variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
         return dict(variable.split("=", 1) for variable in variables if "=" in variable)

@@ -1,13 +1,14 @@
 """Where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
-Measures what the machine can do at best (matrix products, reading memory, reading and writing it), then runs each
-workload of `trueroll bench` on the in-process engine and shows for every op its time, its arithmetic and the memory it
-must read at least once a step, as shares of these; of a recurrence's states also what it writes. What is left of a step
-is Python: scheduling, bookkeeping, the step's tensors. First it shows what the recurrence of gated delta nets, and what
-experts reach by themselves. With `--dummy-weights` MODEL is a configuration, as for `trueroll bench`.
+First measures the best rates of the machine: matrix products, reading memory, and updating it in place. Also measures
+the recurrence of gated delta nets and the experts by themselves, if the model has them.
 
-To time each op, the report runs the layers op by op; an engine runs all of them in one native call, so that its steps
-take a few percent less.
+Then runs each workload of `trueroll bench` on the in-process engine. For every op a table shows its time, its
+arithmetic, and the bytes it must read at least once per step (for a recurrence, also the bytes of states it writes),
+each as a share of the best rate. The rest of a step is Python: scheduling, bookkeeping, the step's tensors.
+
+With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
+by op. An engine runs all layers in one native call, so its steps take a few percent less time.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tok
 
 
 class Meter:
-    """Adds up seconds, floating-point operations and bytes of each op of `loaded`, a model with wrapped ops."""
+    """Sums the seconds, floating-point operations and bytes of each op of `loaded`, a model with wrapped ops."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.seconds: Counter[str] = Counter()
@@ -91,7 +92,7 @@ def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, so
 
 
 def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
-    """Of the experts that rows go to, each of which is read once."""
+    """Return the cost of the experts that rows are routed to. Each of these experts is read once."""
     matrices = weights.gate_up, weights.down
     elements = sum(weight.shape[0] * weight.shape[1] for weight in matrices) // spec.num_experts
     num_bytes = sum(weight.nbytes for weight in matrices) // spec.num_experts
@@ -99,7 +100,7 @@ def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> 
 
 
 def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
-    """For each element of a state and each token: a decay, and three products that are added to something."""
+    """Return the cost of a recurrence: per element of a state and token, one decay and three multiply-adds."""
     slots = len(batch.writes) + int((batch.reads >= 0).sum())
     return 7 * len(qkv) * states[0].numel(), slots * states[0].nbytes
 
@@ -118,20 +119,20 @@ COSTS = {
 
 @dataclasses.dataclass
 class Rates:
-    """What some work reached in each of several tries, in 1e9 a second. `amount`: of one try."""
+    """The rates of some work in several tries, in 1e9 per second. `amount`: operations or bytes of one try."""
 
     run: Callable[[], object]
     amount: float
     tries: list[float] = dataclasses.field(default_factory=list)
 
     def try_once(self) -> None:
-        """After a run that is not counted, which finds the caches full of other things."""
+        """Run once uncounted, because the caches are full of other data, and once with the clock."""
         self.run()
         self.tries.append(self.amount / seconds_of(self.run) / 1e9)
 
 
 def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
-    """Each of them 15 times, in turn, so that all see the same moods of the machine."""
+    """Try each rate 15 times, in turn, so that all of them see the same load of the machine."""
     for _ in range(15):
         for each in rates.values():
             each.try_once()
@@ -139,7 +140,11 @@ def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
 
 
 def limits(loaded: LoadedModel) -> dict[str, Rates]:
-    """`products` whose weights stay in the cache; `reading` weights once; `updating` float32 values in place."""
+    """Return the machine's best rates.
+
+    `products`: matrix products with weights that stay in the cache. `reading`: weights read once. `updating`: float32
+    values updated in place.
+    """
     ops, dtype = loaded.backend.ops, loaded.model.dtype
     x = torch.randn(960, 1536).to(dtype)
     weight = ops.new_weight(1536, 1536, partial(torch.empty, dtype=dtype))
@@ -155,7 +160,7 @@ def limits(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
-    """The recurrence of all delta nets of a model, in a step of 64 rows that decode, and of a prompt of 512 tokens."""
+    """Return the rates of a model's gated delta nets, in a step with 64 decoding rows and for a 512-token prompt."""
     if not any(isinstance(layer.mixer, DeltaNetSpec) for layer in loaded.model.spec.layers):
         return {}
     decodes, (_, num_bytes) = recurrence(loaded, [1] * 64)
@@ -164,7 +169,10 @@ def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], object], list[int]]:
-    """A step of sequences with so many rows through all layers, each with states of its own, and its cost."""
+    """Return a step with sequences of `lens` rows through all delta nets, each layer with its own states, and its cost.
+
+    The cost is [floating-point operations, bytes].
+    """
     dtype, count = loaded.model.dtype, len(lens)
     calls, slots = [], torch.arange(count)
     for layer in loaded.model.layers:
@@ -181,7 +189,7 @@ def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], objec
 
 
 def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
-    """The experts of all layers, in a step of 64 rows that decode, each of which goes where the router says."""
+    """Return the rate of all layers' experts in a step with 64 decoding rows, each routed by the router."""
     ops, model, calls = loaded.backend.ops, loaded.model, []
     x = torch.randn(64, model.spec.hidden_size).to(model.dtype)
     for layer in model.layers:
@@ -199,8 +207,10 @@ def seconds_of(run) -> float:
 
 
 def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, list]:
-    """For the steps that compute prompt tokens (`prompts`) and those that only decode (`decode`): their number, their
-    seconds, and each op's seconds, floating-point operations and bytes."""
+    """Run a workload. Return a list for steps that compute prompt tokens (`prompts`) and one for others (`decode`).
+
+    Each list is [number of steps, seconds, and per op: seconds, floating-point operations, bytes].
+    """
     params = SamplingParams(
         n=workload.n, max_tokens=workload.max_tokens, temperature=workload.temperature, seed=0, ignore_eos=True
     )
@@ -221,7 +231,7 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
 
 
 def make_rates_table(rates: dict[str, Rates]) -> Table:
-    """Of recurrences and experts also how much each is of what limits it."""
+    """Return a table of the rates. Recurrences and experts are also shown as a share of the rate that limits them."""
     limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products", "experts, 64 rows": "reading"}
     table = Table(title="each measured 15 times, in turn", title_justify="left")
     for header in ("", "unit", "best", "median", "of best", "of median"):
@@ -272,7 +282,7 @@ def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> No
     engine = Engine(config, meter.loaded)
     gc.freeze()  # as a worker does
     for workload in (w for group in WORKLOADS.values() for w in group):
-        run_workload(engine, workload, meter)  # memory is touched for the first time
+        run_workload(engine, workload, meter)  # touches memory for the first time, so it is not counted
         for name, phase in run_workload(engine, workload, meter).items():
             console.print(make_table(f"{workload.name}, {name}", phase, best))
 

@@ -1,9 +1,12 @@
 """What a fleet costs: `python examples/benchmarks/fleet_report.py [MODEL]`.
 
-Measures, side by side in turns, the workload `group` of `trueroll bench` through a client of one worker and through a
-fleet's client of that same worker; two workers of one thread each next to one worker of two threads; and a push by
-shared memory to four workers next to one to a single worker, with the pause that the commit means for a worker. Needs
-no Ray: a fleet's client takes addresses as well.
+Compares three pairs, each pair measured in turn:
+
+- the workload `group` of `trueroll bench` through a client of one worker, and through a fleet client of that worker;
+- one worker with two threads, and two workers with one thread each;
+- a push by shared memory to one worker, and to four workers, with the pause that the commit costs a worker.
+
+Needs no Ray: a fleet client also takes addresses.
 """
 
 import itertools
@@ -36,11 +39,11 @@ GROUP = SamplingParams(n=8, max_tokens=128, ignore_eos=True)
 KV_MEMORY = 128 * 2**20
 MANY = 4
 VERSIONS = itertools.count(1)
-"""Each push needs a later one than those before."""
+"""Each push needs a higher version than the pushes before it."""
 
 
 def prompts(seed: int) -> list[np.ndarray]:
-    """Others each time, so that no cache has them."""
+    """Return prompts that differ for each seed, so that no cache holds them."""
     return list(np.random.default_rng(seed).integers(100, 1000, (PROMPTS, PROMPT_TOKENS), np.int32))
 
 
@@ -52,7 +55,7 @@ def tokens_per_second(client: RolloutClient, seed: int) -> float:
 
 
 def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
-    """What each measures in each round, after one that does not count. Every other round goes the other way round."""
+    """Return each measure's values, one per round, after an uncounted round. Every other round is in reverse order."""
     found: list[list[float]] = [[] for _ in measures]
     for turn in range(ROUNDS + 1):
         each = list(enumerate(measures))
@@ -64,7 +67,7 @@ def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
 
 
 def ratio(table: Table, name: str, first: list[float], second: list[float], goal: str) -> None:
-    """A row: both medians, and the median of the ratios of the rounds."""
+    """Add a row: the medians of both, and the median of the ratios of the rounds."""
     of_each = [b / a for a, b in zip(first, second, strict=True)]
     medians = [f"{statistics.median(values):,.3g}" for values in (first, second)]
     table.add_row(name, *medians, f"{statistics.median(of_each):.3f}", goal)

@@ -1,29 +1,30 @@
 """Placement on a fleet, simulated: `python examples/benchmarks/fleet_simulation.py --out FOLDER`.
 
-`--help` names the options, sizes among them.
+`--help` lists the options.
 
-A client has groups of samples to get from many workers, and places them by `trueroll.rollout.fleet.placement`. Each
-worker is the scheduler and the prefix cache of the engine, driven as the engine drives them, without a model: a step
-takes as long as a table says for the tokens that it computes, on a simulated clock. Some workers are slower. Workers
-fail at random moments, lose all they have, and come back empty after a while; their groups are asked anew of others.
+A client requests groups of samples from many workers and places them by `trueroll.rollout.fleet.placement`. Each worker
+is the scheduler and the prefix cache of the engine, driven as the engine drives them, without a model. The clock is
+simulated: a step takes as long as a table says for the number of tokens it computes. Some workers are slower. Workers
+fail at random moments, lose all their state, and come back empty after a while. The client requests their groups again
+from other workers.
 
-Prompts begin with what is common to all, go on with one of many prefixes, whose popularity is as Zipf's law has it, and
-end with tokens of their own. Sample lengths are not known to any placement but the oracle's. The client keeps a number
-of groups under way, asks for the next as one ends, and knows of its workers what they finished, nothing else.
+A prompt is a part that all prompts share, then one of many prefixes with popularities after Zipf's law, then tokens of
+its own. Only the oracle knows the lengths of samples. The client keeps a number of groups in flight and requests the
+next one when one ends. It learns from its workers only what they finished.
 
 The table compares this placement with others on the same groups and the same failures:
 
-- `random`, `round robin`, and `least loaded`, which has the fewest groups under way;
-- `oracle`, which knows all requests, how long each sample will be, and how fast each worker is: it sorts the groups by
-  prefix, cuts them into a piece for each worker, as large as that is fast, and lets who is done take from who is not.
+- `random`, `round robin`, and `least loaded`, which picks the worker with the fewest groups in flight;
+- `oracle`, which knows all requests, the length of each sample, and the speed of each worker. It sorts the groups by
+  prefix and cuts them into one piece per worker, sized by its speed. A worker that is done takes groups from others.
 
-`bound` is what nothing can beat. The best hit rate: each full block that prompts share is computed once in the whole
-fleet, and found by all others, as if there were one cache without end and no failure. The least time: that, all
-samples, steps as full as can be, and all workers busy and alive until the end.
+`bound` is a limit that nothing can beat. Its hit rate: each full block that prompts share is computed once in the whole
+fleet and found in the cache by all other prompts, as if there were one unlimited cache and no failure. Its time
+includes that hit rate and all samples, with steps as full as possible, and all workers busy and alive until the end.
 
-The hit rate is the share of prompt tokens that a worker found in its cache, of all prompts that it began to compute,
-again after a failure too. The cost of a placement is the time that `beginnings`, `place` and `finish` take, without
-Python's garbage collector, as `timeit` has it: that goes through all that is in the process, here a whole fleet.
+The hit rate is the share of prompt tokens that a worker found in its cache, over all prompts that it began to compute,
+including repeats after failures. The cost of a placement is the time of `beginnings`, `place` and `finish`, without
+Python's garbage collector, as in `timeit`: a collection visits all objects of the process, here a whole fleet.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ from trueroll.engine.scheduling.sequence import Generation, Sequence, takers_of
 from trueroll.rollout.fleet.placement import Placed, Placement, beginnings
 
 STEP_SECONDS = {1: 0.010, 32: 0.011, 256: 0.019, 1024: 0.048, 2048: 0.088}
-"""How long a step takes for the tokens that it computes, linear in between."""
+"""Seconds of a step by the number of tokens it computes; linear in between."""
 SLOWNESS = (1.0, 1.0, 1.0, 1.6)
-"""By how much longer steps take, of one worker after the other, again and again."""
+"""Factors on the time of a step. Workers get them in turn."""
 BLOCK_SIZE = 16
 BLOCKS = 2048
 MAX_SEQS = 32
 MAX_TOKENS = 1024
 SAMPLES = 4
 SHORTEST, LONGEST = 16, 64
-"""Of the samples."""
+"""Limits of the number of tokens in a sample."""
 COMMON = 64
-"""Tokens that all prompts begin with."""
+"""Number of tokens that all prompts begin with."""
 PREFIX = 128, 896
 """Tokens of the shortest and the longest prefix."""
 OWN = 16, 48
@@ -74,20 +75,21 @@ OWN = 16, 48
 EXPONENT = 1.0
 GROUPS_PER_PREFIX = 10
 RUNNING = MAX_SEQS // SAMPLES
-"""Groups that a worker computes at once."""
+"""Groups that a worker computes at a time."""
 UNDER_WAY = 2 * RUNNING
-"""Groups that the client has under way for each worker."""
+"""Groups that the client keeps in flight on each worker."""
 FAILING = 0.05
-"""Failures during a run, for each worker."""
+"""Failures per worker during a run."""
 DOWN = 0.1
-"""How long a failure lasts, as a share of the run."""
+"""Duration of a failure, as a share of the run."""
 _DRAW = DrawRecord()
 
 
 class Workload:
-    """The groups, numbered in the order in which they are asked for.
+    """The groups, numbered in the order in which they are requested.
 
-    `prefixes` int64 [groups]: the prefix of each. `lengths` int64 [groups, SAMPLES]: of its samples.
+    `prefixes`: int64 [groups], the prefix of each group. `lengths`: int64 [groups, SAMPLES], the number of tokens of
+    each sample.
     """
 
     def __init__(self, groups: int, seed: int) -> None:
@@ -105,25 +107,27 @@ class Workload:
         return len(self.prefixes)
 
     def prompt(self, group: int) -> np.ndarray:
-        """int32 [prompt_len]."""
+        """Return the prompt of a group: int32 [prompt_len]."""
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """The tokens of a prompt's full blocks that other prompts have too, or could."""
+        """Return the number of tokens in a prompt's full blocks that other prompts have, or could have."""
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 
     def prompt_len(self, group: int) -> int:
-        """Tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         return len(self._beginnings[self.prefixes[group]]) + len(self._ends[group])
 
     def distinct(self) -> int:
-        """The tokens of the different full blocks that prompts share, or could."""
+        """Return the number of tokens in the distinct full blocks that prompts share, or could share."""
         _, first = np.unique(self.prefixes, return_index=True)
         return COMMON + sum(self.shared(group) - COMMON for group in first)
 
     def least_seconds(self, slowness: Iterable[float]) -> float:
-        """No fleet finishes the groups sooner: steps cost no less than any line below the table says, and each
-        computes a token for MAX_SEQS samples at most.
+        """Return a lower bound on the seconds of any fleet.
+
+        A step costs at least as much as each line through two neighboring points of the table says, and it computes one
+        token for at most MAX_SEQS samples.
         """
         decoded = int((self.lengths - 1).sum())
         own = sum(self.prompt_len(group) - self.shared(group) for group in range(len(self)))
@@ -134,13 +138,13 @@ class Workload:
 
 
 def _line(low: int, high: int) -> tuple[float, float]:
-    """What a step costs, and each token of it, on the line through two points of the table."""
+    """Return the fixed cost of a step and the cost per token, on the line through two points of the table."""
     slope = (STEP_SECONDS[high] - STEP_SECONDS[low]) / (high - low)
     return STEP_SECONDS[low] - slope * low, slope
 
 
 def step_seconds(num_tokens: int) -> float:
-    """What the table says."""
+    """Return the seconds of a step, interpolated from the table."""
     counts = list(STEP_SECONDS)
     high = max(1, bisect_left(counts, num_tokens))
     base, slope = _line(counts[high - 1], counts[high])
@@ -149,7 +153,7 @@ def step_seconds(num_tokens: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """What the scheduler knows of a sample, and how many tokens it will still get."""
+    """A sample as the scheduler sees it. `left`: number of tokens it will still get."""
 
     group: int
     order: tuple[int, int]
@@ -159,8 +163,9 @@ class Sample:
 
 @dataclass
 class Counts:
-    """Of the prompts that workers began to compute: their tokens, those found in a cache, and those shared with others,
-    or that could be.
+    """Token counts over the prompts that workers began to compute.
+
+    `asked`: all prompt tokens. `hits`: tokens found in a cache. `shared`: tokens that other prompts have or could have.
     """
 
     asked: int = 0
@@ -169,7 +174,7 @@ class Counts:
 
 
 class Worker:
-    """Scheduler and prefix cache of one worker, from its start to its end."""
+    """Scheduler and prefix cache of one worker, from its start to its failure or the end of the run."""
 
     def __init__(self, workload: Workload, slowness: float) -> None:
         self.slowness = slowness
@@ -181,7 +186,7 @@ class Worker:
         self._arrivals = 0
 
     def add(self, group: int, prompt: np.ndarray) -> None:
-        """A group arrives."""
+        """Queue a group."""
         samples = [
             Sample(group, (self._arrivals, i), length)
             for i, length in enumerate(self._workload.lengths[group].tolist())
@@ -193,7 +198,7 @@ class Worker:
         self._scheduler.waiting.add(sequence)
 
     def begin_step(self) -> float:
-        """Plans a step; how long it takes."""
+        """Plan a step and return its duration in seconds."""
         scheduler = self._scheduler
         self._chunks = scheduler.schedule()
         scheduler.running.take_block_copies()
@@ -202,7 +207,7 @@ class Worker:
         return self.slowness * step_seconds(int((self._chunks.ends - self._chunks.starts).sum()))
 
     def end_step(self) -> list[int]:
-        """The groups that end with the step."""
+        """End the step and return the groups that it completed."""
         scheduler, chunks, takers = self._scheduler, self._chunks, self._takers
         scheduler.publish(chunks)
         decodes = takers.decodes
@@ -236,7 +241,7 @@ class Worker:
         return self._left[group] == 0
 
     def count(self, group: int, counts: Counts) -> None:
-        """A group is here no longer."""
+        """Remove a group that ended or was lost, and add its prompt to `counts`."""
         hits = self.groups.pop(group).num_cached_tokens
         if hits is not None:
             counts.asked += self._workload.prompt_len(group)
@@ -245,9 +250,9 @@ class Worker:
 
 
 class Policy(ABC):
-    """Says which group goes to which worker, by number. `load`: groups under way on each, int64; `is_up`: bool.
+    """Assigns groups to workers, both by number.
 
-    `seconds`: how long all choices took.
+    `load`: int64 [workers], groups in flight. `is_up`: bool [workers]. `seconds`: total time of all choices.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
@@ -261,7 +266,7 @@ class Policy(ABC):
         self._under_way = 0
 
     def send(self, now: float) -> Iterator[tuple[int, int, np.ndarray]]:
-        """The groups that are asked for now, with the worker and the prompt of each."""
+        """Yield the groups to request now, each with its worker and its prompt."""
         while self._waiting and self._under_way < UNDER_WAY * len(self.load):
             group = self._waiting.popleft()
             prompt = self.workload.prompt(group)
@@ -275,27 +280,27 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, group: int, prompt: np.ndarray, now: float) -> int:
-        """A worker that is up."""
+        """Return a worker that is up."""
 
     def finish(self, group: int, worker: int, now: float) -> None:
-        """A worker finished a group."""
+        """Note that a worker finished a group."""
         self.load[worker] -= 1
         self._under_way -= 1
 
     def lose(self, worker: int, groups: list[int]) -> None:
-        """A worker failed, with what was under way there, which has to be asked for anew."""
+        """Note that a worker failed. Its groups in flight must be requested again."""
         self._waiting.extendleft(reversed(groups))
         self._under_way -= len(groups)
         self.load[worker] = 0
         self.is_up[worker] = False
 
     def join(self, worker: int) -> None:
-        """A worker is back."""
+        """Note that a worker is back."""
         self.is_up[worker] = True
 
 
 class Random(Policy):
-    """Any worker."""
+    """Picks any worker."""
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
         super().__init__(workload, slowness)
@@ -308,7 +313,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """One worker after the other."""
+    """Picks the workers in turn."""
 
     _last = -1
 
@@ -320,14 +325,14 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """A worker with the fewest groups under way."""
+    """Picks a worker with the fewest groups in flight."""
 
     def choose(self, group: int, prompt: np.ndarray, now: float) -> int:
         return int(np.where(self.is_up, self.load, UNDER_WAY * len(self.load)).argmin())
 
 
 class Placing(Policy):
-    """What a fleet's client does."""
+    """Picks the worker that a fleet client picks."""
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
         super().__init__(workload, slowness)
@@ -358,8 +363,10 @@ class Placing(Policy):
 
 
 class Oracle(Policy):
-    """Knows everything but the failures. Has a list of groups for each worker, in the order of their prefixes; one that
-    has no more takes the last of the longest list.
+    """Knows everything but the failures.
+
+    Has a list of groups for each worker, in the order of their prefixes. A worker with an empty list takes the last
+    group of the longest list.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
@@ -391,7 +398,7 @@ class Oracle(Policy):
         raise NotImplementedError
 
     def _take(self, worker: int) -> int:
-        """The next of its own list, or the last one of the longest."""
+        """Return the next group of the worker's own list, or the last group of the longest list."""
         if self._remaining[worker]:
             self._remaining[worker] -= 1
             return self._lists[worker].popleft()
@@ -415,7 +422,7 @@ class Oracle(Policy):
 
 
 class Simulation:
-    """A fleet on a simulated clock. `failures`: when a worker fails, and which."""
+    """A fleet on a simulated clock. `failures`: the time and the worker of each failure."""
 
     def __init__(self, policy: Policy, failures: Iterable[tuple[float, int]], down: float) -> None:
         self.counts = Counts()
@@ -431,7 +438,7 @@ class Simulation:
             self._push(moment, self._fail, worker)
 
     def run(self) -> None:
-        """Until the last group is finished."""
+        """Run until the last group is finished."""
         self._left = len(self._policy.workload)
         self._send()
         while self._left:
@@ -451,7 +458,7 @@ class Simulation:
             self._go_on(number, worker)
 
     def _go_on(self, number: int, worker: Worker) -> None:
-        """Lets an idle worker begin a step at once, when it has got all that is sent now."""
+        """Let an idle worker begin a step once all groups sent at this moment have arrived."""
         if worker.groups and not worker.is_busy:
             worker.is_busy = True
             self._push(self.now, self._begin, number, worker)
@@ -462,7 +469,7 @@ class Simulation:
 
     def _end(self, number: int, worker: Worker) -> None:
         if self._workers[number] is not worker:
-            return  # lost in the middle of the step
+            return  # the worker failed in the middle of the step
         for group in worker.end_step():
             worker.count(group, self.counts)
             self._policy.finish(group, number, self.now)
@@ -490,7 +497,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a run with one policy. `best_hit_rate`: what the bound is for the prompts that were asked for in that run."""
+    """The result of a run with one policy. `best_hit_rate`: the bound for the prompts requested in this run."""
 
     name: str
     hit_rate: float
@@ -511,7 +518,7 @@ POLICIES = {
 
 
 def simulate(name: str, workload: Workload, workers: int, seed: int) -> Result:
-    """A run with one policy; equal but for that, and for `cost`, if the rest is equal."""
+    """Run one policy. With the same arguments the result is the same, except for `cost`."""
     slowness = [SLOWNESS[i % len(SLOWNESS)] for i in range(workers)]
     run = workload.least_seconds(slowness)
     chance = random.Random(seed)
@@ -532,7 +539,7 @@ def simulate(name: str, workload: Workload, workers: int, seed: int) -> Result:
 
 
 def report(results: list[Result], bound: float) -> Table:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     oracle = next(result for result in results if result.name == "oracle")
     table = Table("", "hit rate", "of the best", "makespan s", "to oracle's", "to bound", "asked again", "us a choice")
     for each in results:
@@ -551,7 +558,7 @@ def report(results: list[Result], bound: float) -> Table:
 
 
 def draw(results: list[Result], bound: float, path: Path) -> None:
-    """Hit rates and makespans as bars, with the bounds as lines."""
+    """Plot hit rates and makespans as bars, and the bounds as lines."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     rates, times = figure.subplots(1, 2)
     names = [result.name for result in results]
@@ -568,11 +575,11 @@ def draw(results: list[Result], bound: float, path: Path) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for plot.png.")],
-    workers: Annotated[int, typer.Option(min=2, help="Of the fleet.")] = 100,
-    groups: Annotated[int, typer.Option(min=1, help="Of 4 samples each.")] = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and failures.")] = 1,
+    workers: Annotated[int, typer.Option(min=2, help="Number of workers.")] = 100,
+    groups: Annotated[int, typer.Option(min=1, help="Number of groups, with 4 samples each.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, lengths and failures.")] = 1,
 ) -> None:
-    """Simulate a fleet: how well prompts find their prefixes, and how soon all is done."""
+    """Simulate a fleet and report prefix hit rates and makespans of several placements."""
     gc.disable()
     console = Console(width=120)
     workload = Workload(groups, seed)

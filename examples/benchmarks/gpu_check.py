@@ -1,18 +1,18 @@
-"""Whether trueroll keeps its promises on a GPU, and how fast it is there.
+"""Check the promises of trueroll on a GPU, and measure its speed there.
 
 `python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with the torch and the Triton of the
-interpreter that starts it. Nothing is compiled but by Triton, and nothing is fetched: packages that the interpreter
+interpreter that starts it. Only Triton compiles anything, and nothing is downloaded. Packages that the interpreter
 lacks come from a folder of wheels, `--wheels`; docs/gpu.md has the command that makes it. The folder `--out` gets
-`site`, with these packages and links to the checkout, and for each part a log and the figures of `gpu_report.py`,
-whose tables are printed too.
+`site`, with these packages and links to the checkout, and for each part a log and the figures of `gpu_report.py`. The
+tables of `gpu_report.py` are printed too.
 
-Each promise has a process of its own, which a fault of the GPU ends with it, and a time after which it counts as
-broken; those of a part take less than ten minutes together, with the one about the machine, which is always first. The
-last lines say of each promise whether it was kept. The exit code is 1 if one was not, or if a test was skipped for a
-reason that is not among those expected.
+Each promise runs in a process of its own, so a fault of the GPU ends only that process. A promise that takes longer
+than its time limit counts as broken. The promises of a part take less than ten minutes together, including the one
+about the machine, which always runs first. The last lines give the verdict of each promise. The exit code is 1 if a
+promise was broken, or if a test was skipped for an unexpected reason.
 
-`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. It shows that all of it runs to its
-end, and nothing about a GPU.
+`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. It shows that the check runs to its
+end. It shows nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ TESTS = "tests/gpu"
 REPORT = "examples/benchmarks/gpu_report.py"
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8.4", "pytest-timeout>=2.2", "pytest-xdist>=3.7")
 MOST_PROCESSES = 8
-MOST_SHOWN = 5  # tests of a promise that is not kept
+MOST_SHOWN = 5  # failed tests listed per promise
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What has to hold, and what shows it: files and tests of `tests/gpu`, or sections of `gpu_report.py`.
+    """A promise and its check: files and tests of `tests/gpu`, or sections of `gpu_report.py`.
 
-    `seconds`: after which it counts as broken. `parallel`: whether tests run side by side, which those that measure
-    memory must not. `settings`: of the environment. `rehearsed`: what a rehearsal runs of it, for pytest's `-k`.
+    `seconds`: time limit, after which the promise counts as broken. `parallel`: True if its tests may run side by side;
+    tests that measure memory must not. `settings`: environment variables. `rehearsed`: the tests that a rehearsal runs,
+    as an expression for pytest's `-k`.
     """
 
     text: str
@@ -105,7 +106,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             parallel=True,
         ),
         Promise(
-            "a step waits for nothing, compiles nothing and captures nothing",
+            "a step does not synchronize, compile or capture",
             90,
             (
                 "test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",
@@ -143,7 +144,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: kept, BROKEN, skipped, or SKIPPED if that is not fine. `lines`: what was found, failed or skipped."""
+    """`word`: kept, BROKEN, skipped (expected) or SKIPPED (unexpected). `lines`: findings, failures and skips."""
 
     promise: Promise
     word: str
@@ -156,7 +157,7 @@ class Verdict:
 
 
 class Check:
-    """Runs promises with the packages of a folder; `out` gets the logs. `site`: what PYTHONPATH has to name."""
+    """Runs promises with the packages of a folder. `out`: folder for the logs. `site`: entry for PYTHONPATH."""
 
     def __init__(self, out: Path, is_rehearsal: bool) -> None:
         self.out, self.is_rehearsal, self.site = out, is_rehearsal, out / "site"
@@ -172,7 +173,7 @@ class Check:
             print(Path(log.name).read_text(), flush=True)
         seconds = time.monotonic() - start
         if code is None:
-            return Verdict(promise, "BROKEN", False, f"expected its end within {promise.seconds} s; see {log.name}")
+            return Verdict(promise, "BROKEN", False, f"not done within {promise.seconds} s; see {log.name}")
         if promise.sections:
             return Verdict(promise, "BROKEN" if code else "kept", not code, f"{seconds:.0f} s; see {log.name}")
         return self._read(promise, code, results, f"{seconds:.0f} s", log.name)
@@ -201,7 +202,7 @@ class Check:
         failed = [f"{name_of(case)}: {message}" for case in cases for message in messages(case, "failure", "error")]
         skipped = Counter(message for case in cases for message in messages(case, "skipped"))
         if code or failed or not cases:
-            return Verdict(promise, "BROKEN", False, f"pytest ended with {code}; see {log}", failed[:MOST_SHOWN])
+            return Verdict(promise, "BROKEN", False, f"pytest exited with {code}; see {log}", failed[:MOST_SHOWN])
         reasons = [f"{count} skipped: {reason}" for reason, count in skipped.items()]
         is_fine = all(self._is_expected(reason) for reason in skipped)
         if not is_fine or skipped.total() == len(cases):
@@ -214,7 +215,7 @@ class Check:
 
 
 def run(command: Sequence[str], seconds: float, environment: dict[str, str], log: Any) -> int | None:
-    """The exit code, or None if it took longer; then it was ended, with the processes that it started."""
+    """Run a command and return its exit code, or None if it was ended after `seconds`, with all its child processes."""
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
@@ -238,14 +239,14 @@ def name_of(case: ET.Element) -> str:
 
 
 def messages(case: ET.Element, *kinds: str) -> Iterator[str]:
-    """The first lines of what pytest says of a test."""
+    """Yield the first line of each message that pytest has for a test."""
     for kind in kinds:
         for element in case.iter(kind):
             yield element.get("message", "").partition("\n")[0]
 
 
 def lay_out(site: Path, wheels: Path | None) -> None:
-    """Makes a folder to import from: the checkout as the package trueroll, and what the wheels hold."""
+    """Make a folder to import from: the checkout as the package trueroll, and the contents of the wheels."""
     shutil.rmtree(site, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package, version = site / "trueroll", project["project"]["version"]
@@ -260,14 +261,14 @@ def lay_out(site: Path, wheels: Path | None) -> None:
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trueroll\nVersion: {version}\n")
     if wheels is not None:
         if not (files := sorted(map(str, wheels.glob("*.whl")))):
-            sys.exit(f"gpu_check: --wheels: expected a folder of wheels, found none in {wheels}; docs/gpu.md makes it")
+            sys.exit(f"gpu_check: --wheels: {wheels} has no wheels; docs/gpu.md has the command that makes them")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
         if subprocess.run([*pip, *files]).returncode:
-            sys.exit("gpu_check: --wheels: expected wheels that pip can install here, found others; see docs/gpu.md")
+            sys.exit("gpu_check: --wheels: pip cannot install these wheels here; see docs/gpu.md")
 
 
 def unmet(site: Path) -> list[str]:
-    """What trueroll, its tests, and the packages in `site` require, and neither `site` nor the interpreter has."""
+    """Return the requirements of trueroll, its tests and `site` that neither `site` nor the interpreter meets."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -288,18 +289,18 @@ def unmet(site: Path) -> list[str]:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Checks the promises of trueroll on a GPU, and measures its speed.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; default: all")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that this interpreter lacks")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "build" / "gpu_check", help="for the logs")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in PARTS]:
-        parser.error(f"expected parts among {', '.join(PARTS)}, found {', '.join(unknown)}")
+        parser.error(f"unknown parts: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     return arguments
 
 
 def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
-    """Those on the machine and on the parts; on the machine alone, if its is not fine."""
+    """Yield the verdict on the machine and those on the parts. Stop after the machine if it is not fine."""
     for part, promises in {"machine": (MACHINE,), **{part: PARTS[part] for part in parts}}.items():
         (check.out / f"{part}.log").unlink(missing_ok=True)
         for promise in promises:
@@ -310,16 +311,16 @@ def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
 
 def main() -> None:
     arguments = read_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check: terminated"))  # so that `run` ends what it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check: terminated"))  # lets `run` end its child processes
     check = Check(arguments.out.resolve(), arguments.rehearse)
     try:
         lay_out(check.site, arguments.wheels)
     except OSError as error:
-        sys.exit(f"gpu_check: --out: expected a folder that can be written, found that {error}; name another one")
+        sys.exit(f"gpu_check: --out: the folder cannot be written ({error}); name another one")
     if missing := unmet(check.site):
         sys.exit(
-            f"gpu_check: expected packages that neither this interpreter nor the wheels have: {', '.join(missing)}; "
-            "add them to the folder of --wheels, by the command in docs/gpu.md"
+            f"gpu_check: missing packages: {', '.join(missing)}; "
+            "add them to the folder of --wheels with the command in docs/gpu.md"
         )
     verdicts = []
     for verdict in verdicts_of(check, arguments.parts or list(PARTS)):

@@ -1,16 +1,22 @@
-"""How near to its limits an NVIDIA GPU runs: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json FILE]`.
+"""How close an NVIDIA GPU runs to its limits: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json FILE]`.
 
-Six sections, each printed as soon as it is measured: `products` against cuBLAS, `tiles`, the same products in every
-tile of the tables, `attention` against torch's scaled_dot_product_attention (SDPA), `steps`, a decode step of
-Qwen2.5-7B against the same step on cuBLAS and SDPA, `workloads`, the requests per second of one that VeXact published
-for one H100, and `serving`, tokens per second for 64 to 512 sequences. Weights are random. A section that fails shows
-its error, the next one is measured all the same, and the exit code is 1; a missed goal is no failure. `--rehearse`
-runs it all on a CPU with tiny sizes and the reference kernels: its figures mean nothing.
+The sections, each printed as soon as it is measured:
+
+- `products`: matrix products against cuBLAS;
+- `tiles`: the same products in every tile of the tables;
+- `attention`: against torch's scaled_dot_product_attention (SDPA);
+- `steps`: a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA;
+- `workloads`: requests per second of a workload that VeXact published figures of for one H100;
+- `serving`: tokens per second for 64 to 512 sequences.
+
+Weights are random. If a section fails, its error is printed, the next section is still measured, and the exit code is
+1. A missed goal is not a failure. `--rehearse` runs all of it on a CPU with tiny sizes and the reference kernels; those
+figures mean nothing.
 
 Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
 of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
-cache. "Of memory" is the share of a copy's speed, "of limit" that of the longer of two times: for the bytes at a copy's
-speed, and for the arithmetic at that of a large product by cuBLAS.
+cache. "Of memory" is the share of a copy's bandwidth. "Of limit" is the share of the longer of two times: the bytes at
+a copy's bandwidth, and the arithmetic at the speed of a large cuBLAS product.
 """
 
 from __future__ import annotations
@@ -63,18 +69,18 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
 TILE_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
-MOST_HEAD_ROWS = 512  # more logits are never in memory at once
+MOST_HEAD_ROWS = 512  # an engine never holds more rows of logits at once
 # (sequences, queries of each, tokens of each)
 DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
 PREFILLS = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 16384, 16384), (8, 2048, 2048))
 STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64, 128, 129, 256, 512), 1152
-# VeXact's figures on one H100: new tokens, requests/s with its prefix cache, what the cache gained. How many tokens its
-# prompts had beside the shared ones is not known here; 64 are those of `trueroll bench --workload shared`.
+# VeXact's figures on one H100: new tokens, requests/s with its prefix cache, and the gain by the cache. The number of
+# own tokens in its prompts is not known; 64 is the number in `trueroll bench --workload shared`.
 PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
-# Models, and for each of them: sequences in groups of 8 of one prompt, and the tokens of prompts and of samples.
+# Models; for each model the numbers of sequences, in groups of 8 per prompt, and the tokens per prompt and per sample.
 SERVED, SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = ("qwen3-0.6b", "qwen2.5-7b"), (64, 256, 512), 128, 256
-KV_MEMORY = 32 * 2**30  # room for all of them
+KV_MEMORY = 32 * 2**30  # room for all sequences
 RUNS = 3
 REPLAYS = 9
 COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H100 or H200
@@ -84,14 +90,14 @@ load = cache(load_dummy)
 
 @dataclass(frozen=True)
 class Machine:
-    """What was seen at best: bytes/s of a copy, those read and those written, and FLOP/s of cuBLAS."""
+    """The best rates seen: bytes/s of a copy (bytes read plus bytes written) and FLOP/s of cuBLAS."""
 
     name: str
     bandwidth: float
     arithmetic: float
 
     def limit(self, flops: int, num_bytes: int) -> float:
-        """The seconds that this takes at least."""
+        """Return the least seconds that this work can take."""
         return max(flops / self.arithmetic, num_bytes / self.bandwidth)
 
     def rates(self, seconds: float, flops: int, num_bytes: int) -> Row:
@@ -100,7 +106,7 @@ class Machine:
 
 
 def product_cost(rows: int, n: int, k: int) -> tuple[int, int]:
-    """(floating-point operations, bytes read and written) of x [rows, K] times a weight [N, K], 16 bits each."""
+    """Return (floating-point operations, bytes read and written) of x [rows, K] times a weight [N, K], 16 bits each."""
     return 2 * rows * n * k, 2 * (n * k + rows * (n + k))
 
 
@@ -111,14 +117,14 @@ def attention_cost(sequences: int, queries: int, context: int) -> tuple[int, int
 
 
 def step_cost(model: Any, sequences: int) -> tuple[int, int]:
-    """Of a decode step that reads every weight once, but for an embedding that is not the head."""
+    """Return the cost of a decode step. It reads every weight once, except an embedding that is not also the head."""
     parameters = (model.num_bytes - (model.embed is not model.head) * model.embed.nbytes) // 2
     (flops, num_bytes), layers = attention_cost(sequences, 1, STEP_CONTEXT), len(model.layers)
     return 2 * sequences * parameters + layers * flops, 2 * parameters + layers * num_bytes
 
 
 def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
-    """The seconds of one of `calls`, captured in one graph, one after the other: the median of several replays."""
+    """Return the seconds per call of `calls`, captured in one graph: the median of several replays."""
     for call in dict.fromkeys(calls):  # compiles kernels
         call()
     torch.cuda.synchronize()
@@ -139,7 +145,7 @@ def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def compare(ops: Sequence[Callable[..., Any]], inputs: Sequence[tuple[Any, ...]], limit: float) -> list[float]:
-    """The seconds that each op takes, `limit` at least, for the inputs in turn and as often as a replay needs."""
+    """Return the seconds of each op on the inputs in turn. `limit`: least seconds of a call, to size a replay."""
     turns = max(1, min(MOST_CALLS, math.ceil(REPLAY_SECONDS / limit)) // len(inputs))
     return [seconds_of([partial(op, *each) for each in inputs] * turns) for op in ops]
 
@@ -156,7 +162,7 @@ def measure_machine() -> Machine:
 
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """cuBLAS computes plain products; `gate_up` has its activation as well, `lm_head` gives float32 logits."""
+    """Yield rows of products. `gate_up` includes its activation, `head` gives float32 logits; cuBLAS does neither."""
     special = special_products(ops)
     for name, shape in PRODUCTS.items():
         weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
@@ -167,12 +173,12 @@ def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def special_products(ops: Backend) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Products that are not plain ones, by their names in `PRODUCTS`."""
+    """Return the ops of `PRODUCTS` that are not plain products, by their names there."""
     return {"gate_up": lambda x, weight: ops.gate_up(x, *weight.chunk(2), "silu"), "head": ops.lm_head}
 
 
 def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """In which tile a product is fastest, beside the one that is chosen. `pieces`: each has a program of its own."""
+    """Yield the fastest tile of each product beside the chosen one. `pieces`: each piece has a program of its own."""
     special = special_products(ops)
     for name, (n, k) in PRODUCTS.items():
         weights = [random(n, k) for _ in range(-(-COLD_BYTES // (2 * n * k)))]
@@ -229,7 +235,7 @@ def attention_row(sequences: int, queries: int, context: int, ours: float, sdpa:
 
 
 def batch_of(sequences: int, queries: int, context: int, device: Any) -> AttentionBatch:
-    """Sequences of `context` tokens, whose last `queries` are asked for, with their blocks in order."""
+    """Return a batch of sequences with `context` tokens and `queries` last queries each; blocks are in order."""
     starts = [queries * i for i in range(sequences + 1)]
     tables = torch.arange(sequences * context // BLOCK_SIZE, device=device).view(sequences, -1)
     lens = torch.full((sequences,), context, device=device) if queries == 1 else None
@@ -246,7 +252,7 @@ def dense_attention(
     soft_cap: None = None,
     sinks: None = None,
 ) -> Tensor:
-    """SDPA for a batch of `batch_of`: blocks in order are dense keys and values, so that nothing is gathered."""
+    """SDPA for a batch of `batch_of`. Blocks in order are dense keys and values, so nothing is gathered."""
     sequences = len(batch.context_lens)
     q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
     k, v = (cache.view(sequences, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
@@ -255,11 +261,11 @@ def dense_attention(
 
 
 def torch_ops(ops: Backend) -> Any:
-    """`ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
+    """Return `ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
 
-    Norms, rope and the activation stay those of `ops`; torch writes the cache, which takes two small launches more in a
-    layer than a kernel made for it. For greedy tokens of models without norms of the heads, experts, or a bias behind
-    attention.
+    Norms, rope and the activation are still those of `ops`. torch writes the cache, with two more small launches per
+    layer than a dedicated kernel. Supports greedy tokens, and models without norms of the heads, experts, or a bias
+    after attention.
     """
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
@@ -291,7 +297,7 @@ def torch_ops(ops: Backend) -> Any:
 
 
 class Step:
-    """A decode step for sequences with random keys and values, from token ids to the next ones, which are greedy."""
+    """A greedy decode step for sequences with random keys and values, from token ids to the next token ids."""
 
     def __init__(self, model: Any, sequences: int, context: int) -> None:
         self.model, batch = model, batch_of(sequences, 1, context, model.device)
@@ -307,7 +313,7 @@ class Step:
         self.wanted = Wanted(rows, unused + GREEDY, torch.ones_like(rows).float(), unused.bool(), unused, unused)
 
     def run(self, ops: Any) -> tuple[Tensor, Tensor]:
-        """The hidden states and the log-probs of the next tokens."""
+        """Return the hidden states and the log-probs of the next tokens."""
         self.model.ops = ops
         hidden = self.model.forward(self.input).hidden
         return hidden, ops.next_tokens(hidden, self.model.head, self.wanted)[1]
@@ -327,13 +333,13 @@ def measure_steps(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def step_row(sequences: int, ours: float, theirs: float, difference: float, rates: Row) -> Row:
-    """`difference`: that of the hidden states, relative."""
+    """Return a row of the table. `difference`: relative difference of the hidden states."""
     times = {"sequences": sequences, "tokens": STEP_CONTEXT, "ms": ours * 1e3, "cuBLAS + SDPA ms": theirs * 1e3}
     return times | rates | {"differs by": difference, "times as long": ours / theirs, "goal": ours <= 1.1 * theirs}
 
 
 def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """The prefix cache is empty when a run begins."""
+    """Yield requests/s with and without prefix cache. The cache is empty when a run begins."""
     configs = (CONFIG, CONFIG.model_copy(update={"enable_prefix_caching": False}))
     systems = [EngineSystem(each, load(CONFIG)) for each in configs]
     for max_tokens, *published in PUBLISHED:
@@ -343,7 +349,7 @@ def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def median_seconds(system: EngineSystem, workload: Workload) -> float:
-    """Of several runs after a first one."""
+    """Return the median seconds of several runs after an uncounted one."""
     return statistics.median([system(workload).seconds for _ in range(RUNS + 1)][1:])
 
 
@@ -355,7 +361,7 @@ def workload_row(max_tokens: int, cached: float, uncached: float, published: flo
 
 
 def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Samples at temperature 1, and greedy ones whose prompts share most of their tokens; prompts' time included."""
+    """Yield rows for samples at temperature 1, and for greedy samples with mostly shared prompts; prefill included."""
     most = max(*SEQUENCES, REQUESTS)
     for name in SERVED:
         config = CONFIG.model_copy(update={"model": name, "max_num_seqs": most, "kv_memory": KV_MEMORY})
@@ -363,7 +369,7 @@ def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
         groups = [Workload("groups of 8", n // 8, 0, PROMPT_TOKENS, 8, NEW_TOKENS, 1.0) for n in SEQUENCES]
         for workload in (*groups, Workload("shared", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, NEW_TOKENS, 0.0)):
             yield serving_row(name, workload, median_seconds(system, workload))
-        del system  # its memory is the next one's
+        del system  # frees its memory for the next model
 
 
 def serving_row(model: str, workload: Workload, seconds: float) -> Row:
@@ -404,11 +410,11 @@ def show(name: str, value: Any) -> str:
 
 
 def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list[Row], bool]:
-    """Prints the rows of a section; returns them, and whether it was measured to its end."""
+    """Measure and print the rows of a section. Return the rows, and whether the section did not fail."""
     measured: list[Row] = []
     failure = ""
     try:
-        measured.extend(rows)  # keeps those before a failure
+        measured.extend(rows)  # keeps the rows before a failure
     except Exception:
         console.print_exception()
         failure = "FAILED: "
@@ -416,7 +422,7 @@ def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list
     return measured, not failure
 
 
-# What a rehearsal measures in place of the sizes above, with the configuration of `rehearse`.
+# The sizes of a rehearsal, in place of the sizes above. `rehearse` has its configuration.
 SMALL: dict[str, Any] = dict(
     PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
     NUM_ROWS=(1, 256, 512),
@@ -449,7 +455,7 @@ SMALL_MODEL = dict(
 
 
 def rehearse(folder: Path) -> None:
-    """From now on measures little, on a CPU, with a clock of the host."""
+    """Make all later measurements small, on a CPU, with the host's clock."""
     config = json.loads((find_config(CONFIG.model) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SMALL_MODEL))
     settings = dict(model=str(folder), device="cpu", backend="reference", max_num_batched_tokens=512)
@@ -467,20 +473,20 @@ def seconds_on_the_host(calls: Sequence[Callable[[], object]]) -> float:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures products, attention, decode steps and requests/s on a GPU.")
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
-        parser.error(f"expected sections among {', '.join(SECTIONS)}, found {', '.join(unknown)}")
+        parser.error(f"unknown sections: {', '.join(unknown)}; choose from {', '.join(SECTIONS)}")
     if not arguments.rehearse and not torch.cuda.is_available():
-        sys.exit(f"expected a GPU that torch can use, found none (torch {torch.__version__}); run this on a CUDA GPU")
+        sys.exit(f"no usable GPU found (torch {torch.__version__}); run this on a machine with a CUDA GPU")
     return arguments
 
 
 @torch.inference_mode()
 def report(sections: Sequence[str], file: Path | None) -> None:
-    """Measures these sections, prints them, and writes them to a file. Exits with an error if one of them fails."""
+    """Measure and print these sections, and write them to a file. Exit with an error if a section failed."""
     ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")

@@ -1,12 +1,12 @@
-"""What HTTP costs beside the client, and what a front end stands: `python examples/benchmarks/http_report.py [MODEL]`.
+"""What HTTP costs compared with the client: `python examples/benchmarks/http_report.py [MODEL]`.
 
-Asks one worker for the same samples by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one request,
-many requests for one sample at a time, streams, and small requests on kept and new connections. Every answer by HTTP
-must have the tokens and the bits of the client's. Then it holds many open connections, and sends many malformed
-requests while good ones go on.
+Requests the same samples from one worker by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one
+request, many concurrent requests for one sample, streams, and small requests on kept and on new connections. Every
+answer by HTTP must have the same tokens and bits as the client's. Then the report holds many open connections, and
+sends many malformed requests beside good ones.
 
-This process speaks HTTP by hand, so that no library for it is measured. The front end and it share the cores with the
-worker, as a trainer would.
+This process implements HTTP itself, so that no HTTP library is measured. The front end and this process share the cores
+with the worker, as a trainer would.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ NUM_BLOCKS = 2048
 MEBIBYTE = 2**20
 READ_BYTES = 2**16
 EVENT_CHUNK = re.compile(rb"[0-9a-f]+\r\ndata: (.*)\n\n\r\n")
-"""The front end writes each event as a chunk of its own. JSON has no line ends, so that the size is not needed."""
+"""The front end writes each event as one chunk. JSON has no line ends, so the chunk's size is not needed."""
 LAST_CHUNK = b"0\r\n\r\n"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 Sample = tuple[list[int], bytes]
@@ -54,7 +54,7 @@ Ask = Callable[[list[list[int]], SamplingParams], Awaitable[list[Sample]]]
 
 
 class Connection:
-    """To a server, kept open, for one request after the other."""
+    """A kept connection to a server, for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -65,13 +65,13 @@ class Connection:
         return cls(*await asyncio.open_connection(address.hostname, address.port, limit=2**24))
 
     async def ask(self, path: str, body: bytes) -> tuple[int, Any]:
-        """The status and the JSON of the answer."""
+        """Return the status and the JSON of the answer."""
         status, length = await self.send(path, body)
         assert length is not None
         return status, json.loads(await self.reader.readexactly(length))
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """What the server-sent events of the answer say."""
+        """Yield the data of the answer's server-sent events."""
         status, length = await self.send(path, body)
         assert status == 200 and length is None
         data = b""
@@ -83,7 +83,7 @@ class Connection:
                     yield json.loads(event[1])
 
     async def send(self, path: str, body: bytes) -> tuple[int, int | None]:
-        """Send a request and read the head of the answer: its status, and how long its body is, if it says so."""
+        """Send a request and read the head of the answer: its status, and the length of its body if it is given."""
         method = b"POST" if body else b"GET"
         head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
         self.writer.write(head + body)
@@ -97,26 +97,26 @@ class Connection:
 
 
 class Http:
-    """Asks the front end for samples, by connections that are kept."""
+    """Requests samples from the front end on kept connections."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.connections: list[Connection] = []
 
     async def connect(self) -> None:
-        """Open all connections anew: the front end closes those that nothing came on for a while."""
+        """Open all connections again: the front end closes idle ones after a while."""
         for connection in self.connections:
             connection.close()
         self.connections = [await Connection.open(self.url) for _ in range(SINGLES.num_prompts)]
 
     async def group(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
-        """All samples in one request."""
+        """Request all samples in one request."""
         status, answer = await self.connections[0].ask(PATHS[0], body_of(prompts, params))
         assert status == 200, answer
         return [sample_of([choice]) for choice in answer["choices"]]
 
     async def singles(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
-        """A request for each prompt, all at a time."""
+        """Send a request for each prompt, all concurrently."""
         samples = await asyncio.gather(*map(self.single, self.connections, bodies(prompts, params)))
         return list(samples)
 
@@ -126,7 +126,7 @@ class Http:
         return sample_of(answer["choices"])
 
     async def streams(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
-        """A stream for each prompt, all at a time."""
+        """Open a stream for each prompt, all concurrently."""
         samples = await asyncio.gather(*map(self.stream, self.connections, bodies(prompts, params, stream=True)))
         return list(samples)
 
@@ -134,7 +134,7 @@ class Http:
         return sample_of([choice async for event in connection.events(PATHS[0], body) for choice in event["choices"]])
 
     async def first_token(self, prompt: list[int], params: SamplingParams) -> None:
-        """A stream up to its first event; its connection is closed."""
+        """Read a stream up to its first event and close its connection."""
         connection = await Connection.open(self.url)
         async with aclosing(connection.events(PATHS[0], body_of([prompt], params, stream=True))) as events:
             assert (await anext(events))["choices"][0]["token_ids"]
@@ -142,7 +142,7 @@ class Http:
 
 
 class Client:
-    """Asks the worker for the same samples without HTTP."""
+    """Requests the same samples from the worker without HTTP."""
 
     def __init__(self, client: AsyncRolloutClient) -> None:
         self.client = client
@@ -168,7 +168,7 @@ class Client:
 
 
 def body_of(prompts: list[list[int]], params: SamplingParams, stream: bool = False) -> bytes:
-    """A request for completions, with log-probs and token ids."""
+    """Return the body of a completions request with log-probs and token ids."""
     sampling = dict(n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0)
     return json.dumps(dict(prompt=prompts, logprobs=0, return_token_ids=True, stream=stream, **sampling)).encode()
 
@@ -178,7 +178,7 @@ def bodies(prompts: list[list[int]], params: SamplingParams, stream: bool = Fals
 
 
 def sample_of(choices: Sequence[dict[str, Any]]) -> Sample:
-    """Of one choice that came in these pieces."""
+    """Return the sample of one choice, which arrived in these pieces."""
     token_ids = [token_id for choice in choices for token_id in choice["token_ids"]]
     logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
     return bits_of(token_ids, logprobs)
@@ -190,7 +190,7 @@ def bits_of(token_ids: list[int], logprobs: Any) -> Sample:
 
 @dataclass
 class Bench:
-    """A worker, with a client of it and a front end of it."""
+    """A worker with a client and a front end."""
 
     console: Console
     client: Client
@@ -200,7 +200,7 @@ class Bench:
     vocab_size: int
 
     async def seconds(self, action: Awaitable[Any]) -> tuple[float, Any]:
-        """How long it takes from an empty cache, and what it gives."""
+        """Run `action` with an empty prefix cache. Return its seconds and its result."""
         await self.client.client.invalidate_prefix_cache()
         start = time.perf_counter()
         result = await action
@@ -230,12 +230,12 @@ class Bench:
         self.console.print(table)
 
     async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
-        """The seconds that both take for the same, and those of the front end's processor time."""
+        """Return the seconds of the client and of HTTP for the same samples, and the front end's CPU seconds."""
         ours, expected = await self.seconds(by_client(*asked))
         await self.http.connect()
         before = cpu_seconds(self.front)
         theirs, samples = await self.seconds(by_http(*asked))
-        assert samples == expected, "not the client's tokens or bits"
+        assert samples == expected, "HTTP gave other tokens or bits than the client"
         return ours, theirs, cpu_seconds(self.front) - before
 
     async def report_first_token(self) -> None:
@@ -250,7 +250,7 @@ class Bench:
         )
 
     async def report_small(self) -> None:
-        """A request for one token, by the client, on a kept connection, and on a new one, in turn."""
+        """Time a request for one token by the client, on a kept connection, and on a new one, in turn."""
         [prompt, *_], params = self.asked(SINGLES)
         params = params.model_copy(update={"max_tokens": 1})
         body = body_of([prompt], params)
@@ -273,7 +273,7 @@ class Bench:
         connection.close()
 
     async def report_connections(self) -> None:
-        """Connections that stay open, each served before and after good requests, and all at a time."""
+        """Hold open connections. Serve each before and after good requests, and all of them concurrently."""
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
         await self.http.connect()
@@ -291,15 +291,15 @@ class Bench:
         for connection in opened:
             connection.close()
         self.console.print(
-            f"{CONNECTIONS:,} connections held; good requests were served beside them, then one by each, all at a time"
+            f"{CONNECTIONS:,} connections held; served one by one before and after good requests, and all concurrently"
         )
 
     async def report_malformed(self) -> None:
-        """Malformed requests while good ones go on."""
+        """Send malformed requests beside good ones."""
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
         generator = random.Random(0)
-        await self.flood(generator, MALFORMED // 10)  # what grows once has grown then
+        await self.flood(generator, MALFORMED // 10)  # one-time growth of memory happens here
         before = [rss(self.front), rss(self.worker)]
         flood = asyncio.create_task(self.flood(generator, MALFORMED))
         await self.http.connect()
@@ -311,13 +311,13 @@ class Bench:
         await asyncio.sleep(1)
         after = [rss(self.front), rss(self.worker)]
         self.console.print(
-            f"{MALFORMED:,} malformed requests, all refused, beside {rounds} x {len(prompts)} good ones, each as "
-            f"without them; memory of the front end {before[0]:.1f} MiB before, {after[0]:.1f} after; of the worker "
-            f"{before[1]:.1f} and {after[1]:.1f}"
+            f"{MALFORMED:,} malformed requests, all refused; beside them {rounds} x {len(prompts)} good requests gave "
+            f"the same samples as without them; memory before and after: front end {before[0]:.1f} and {after[0]:.1f} "
+            f"MiB, worker {before[1]:.1f} and {after[1]:.1f} MiB"
         )
 
     async def flood(self, generator: random.Random, count: int) -> None:
-        """Send malformed requests by several connections; each must be refused."""
+        """Send malformed requests on several connections. The front end must refuse each one."""
         requests = iter([(PATHS[number % len(PATHS)], malformed(generator)) for number in range(count)])
 
         async def send() -> None:
@@ -331,7 +331,7 @@ class Bench:
 
 
 def malformed(generator: random.Random) -> bytes:
-    """A body that no endpoint takes: cut off, not JSON, of unknown fields, or with a value that cannot be."""
+    """Return a body that every endpoint refuses: cut off, not JSON, with unknown fields, or with an invalid value."""
     body = b'{"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1, "logprobs": 1}'
     kinds: tuple[Callable[[], bytes], ...] = (
         lambda: body[: generator.randrange(1, len(body))],

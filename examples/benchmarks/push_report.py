@@ -1,8 +1,9 @@
 """What weight pushes and sleeps cost: `python examples/benchmarks/push_report.py [MODEL]`.
 
-Pushes a model's own weights to a worker process by each transport, idle and while it generates, next to plain memory
-copies of as many bytes; pushes what one optimiser step changes, and LoRA adapters; lets the worker sleep and wake up.
-The worker checks every byte it gets, and commits between two steps.
+Pushes a model's own weights to a worker process by each transport, while the worker is idle and while it generates, and
+compares with plain memory copies of the same size. Also measures pushes of the weights changed by one optimizer step,
+pushes of LoRA adapters, and sleeping and waking up. The worker checks every byte it receives and commits between two
+steps.
 """
 
 import itertools
@@ -42,12 +43,12 @@ LEARNING_RATE = 1e-6
 RANK = 16
 ADAPTED = (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear")
 VERSIONS = itertools.count(1)
-"""Each push needs a later one than those before."""
+"""Each push needs a higher version than the pushes before it."""
 Weights = dict[str, torch.Tensor]
 
 
 def read_weights(folder: Path) -> Weights:
-    """All tensors of a checkpoint, in memory of this process."""
+    """Return all tensors of a checkpoint, in the memory of this process."""
     weights: Weights = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
@@ -64,7 +65,7 @@ def median_seconds(action: Callable[[], object], repeats: int = REPEATS) -> floa
 
 
 def copy_seconds(num_bytes: int) -> tuple[float, float]:
-    """To copy so many bytes in one thread: into memory that is in use already, and into new memory."""
+    """Return the seconds to copy `num_bytes` with one thread: into memory in use, and into new memory."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def copy_seconds(num_bytes: int) -> tuple[float, float]:
 
 
 class Traffic:
-    """Keeps the worker busy with groups of samples for as long as the context lasts."""
+    """Keeps the worker busy with groups of samples while the context is open."""
 
     def __init__(self, client: RolloutClient) -> None:
         self.client = client
@@ -97,7 +98,7 @@ class Traffic:
 
 
 def push_often(publisher: WeightPublisher, weights: Weights) -> list[PushResult]:
-    publisher.push(weights, next(VERSIONS))  # the first one makes buffers that later ones reuse
+    publisher.push(weights, next(VERSIONS))  # the first push allocates buffers that later pushes reuse
     return [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
 
 
@@ -125,7 +126,7 @@ def report_transports(console: Console, worker: WorkerProcess, client: RolloutCl
 
 
 def optimiser_step(weights: Weights) -> tuple[Weights, float]:
-    """The weights after one AdamW step on random gradients, from float32 masters, and which share of them changed."""
+    """Return the weights after one AdamW step on random gradients, from float32 masters, and the share that changed."""
     generator = torch.Generator().manual_seed(0)
     after: Weights = {}
     changed = total = 0
@@ -156,7 +157,7 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
 
 
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
-    """Adapters alone, for some and for all matrices, next to pushes of all weights, without adapters and with them."""
+    """Compare pushes of adapters alone, for some and for all matrices, with pushes of all weights with and without."""
     table = Table(
         f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms"
     )
@@ -166,7 +167,7 @@ def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weigh
         with WeightPublisher("shared") as publisher:
             publisher.connect([worker.address])
             publisher.push(weights, next(VERSIONS))
-            publisher.push(model, next(VERSIONS), adapters=True)  # the first one compares checksums of all weights
+            publisher.push(model, next(VERSIONS), adapters=True)  # the first push compares checksums of all weights
             alone = [publisher.push(model, next(VERSIONS), adapters=True) for _ in range(REPEATS)]
             whole = [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
             both = [publisher.push(model, next(VERSIONS)) for _ in range(REPEATS)]

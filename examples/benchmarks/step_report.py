@@ -1,14 +1,15 @@
-"""What a step costs beside the model: `python examples/benchmarks/step_report.py`.
+"""What a step costs besides the model: `python examples/benchmarks/step_report.py`.
 
-The first table is of an engine whose model and sampling take no time: what is left of a step is the host's, of groups
-of 8 samples that decode and never end. It works as on a GPU, where a step is queued before the tokens of the one before
-are seen.
+The first table times an engine with a model and a sampler that take no time, so a step is the host's work alone. Groups
+of 8 samples decode and never end. The engine works as on a GPU: it queues a step before it sees the tokens of the
+previous one.
 
-The second drives scheduler and prefix cache as the engine does, without a model, and times what each step asks of them:
-`schedule`, `advance`, `publish` and the gauges of `stats`. Some sequences decode all the time; what differs is how much
-is cached, and who waits. Where all that wait share a prefix, the one that computes it is not done before the end.
+The second table drives the scheduler and the prefix cache as the engine does, without a model. It times the calls of a
+step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The rows differ
+in the size of the cache and in the waiting sequences. Where all of them wait for one prefix, the sequence that computes
+this prefix is not done before the end.
 
-Both give the time of the processor, so that others on the machine count for little; an idle core gives the best.
+Both tables show CPU time, so other processes on the machine matter little. An idle core gives the best figures.
 """
 
 import json
@@ -60,11 +61,11 @@ RUNNING = 64
 STEPS = 100
 BLOCK_SIZE = 16
 PREFIX = 32 * BLOCK_SIZE
-"""Tokens that prompts share, or not; each has a block's worth of its own after them."""
+"""Tokens in a prefix, shared by prompts or not. Each prompt adds a block of its own tokens."""
 
 
 class Host:
-    """An engine with `num_sequences` sequences that decode, whose hidden states and tokens are made up."""
+    """An engine with `num_sequences` sequences that decode. Its hidden states and tokens are made up."""
 
     def __init__(self, num_sequences: int) -> None:
         num_tokens = PROMPT + STEPS + 32
@@ -120,7 +121,7 @@ class Load:
         return array("i", self.random.choices(range(50_000), k=count))
 
     def fill(self, num_blocks: int) -> None:
-        """Leaves so many free blocks that are cached."""
+        """Leave `num_blocks` free blocks that are cached."""
         while num_blocks:
             count = min(num_blocks, PREFIX // BLOCK_SIZE)
             table = self.cache.tables.allocate((), count)

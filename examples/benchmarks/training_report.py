@@ -1,9 +1,9 @@
 """What alignment costs a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
 
-Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes: the time of an aligned training step (forward
-and backward pass, no optimizer) over that of an unaligned one, the median over pairs of steps that run one right after
-the other. With `--fsdp 2`, of a model that two processes share (FSDP2, float32 weights that compute in bfloat16), with
-half of the cores and of the batch each.
+Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes it shows the ratio of the times of an aligned
+and an unaligned training step (forward and backward pass, no optimizer): the median over pairs of consecutive steps.
+With `--fsdp 2` two processes share the model (FSDP2, float32 weights that compute in bfloat16), with half of the cores
+and half of the batch each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
 
 
 def time_step(model: Any, ids: Tensor, log_probs: Callable[[Any, Tensor], Tensor], is_autocast: bool) -> float:
-    """Seconds."""
+    """Return the seconds of a training step."""
     model.zero_grad()
     start = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16) if is_autocast else nullcontext():
@@ -54,7 +54,7 @@ def time_step(model: Any, ids: Tensor, log_probs: Callable[[Any, Tensor], Tensor
 
 
 def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]:
-    """Seconds of a step of the model as it is, and aligned."""
+    """Return the seconds of a step of the unaligned and of the aligned model."""
     unaligned = time_step(model, ids, plain_log_probs, is_autocast)
     align(model)
     aligned = time_step(model, ids, token_log_probs, is_autocast)
@@ -63,7 +63,7 @@ def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]
 
 
 def time_pairs(model: Any, ids: Tensor, is_autocast: bool, pairs: int) -> tuple[float, float, float]:
-    """Median seconds of a step as it is, and aligned, and the median ratio."""
+    """Return the median seconds of an unaligned and of an aligned step, and the median ratio."""
     times = [time_pair(model, ids, is_autocast) for _ in range(pairs + 1)][1:]
     unaligned, aligned = (statistics.median(column) for column in zip(*times, strict=True))
     return unaligned, aligned, statistics.median(aligned / unaligned for unaligned, aligned in times)
@@ -72,7 +72,7 @@ def time_pairs(model: Any, ids: Tensor, is_autocast: bool, pairs: int) -> tuple[
 def time_rank(
     folder: Path, meeting: str, num_ranks: int, shapes: list[tuple[int, int]], pairs: int, rank: int
 ) -> list[tuple[float, float, float]]:
-    """`time_pairs` for each shape, on one of the ranks. `meeting`: a file that only these ranks know."""
+    """Run `time_pairs` for each shape on one of the ranks. `meeting`: path of a file that only these ranks know."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
@@ -87,7 +87,7 @@ def time_rank(
 
 
 def time_ranks(folder: Path, num_ranks: int, shapes: list[tuple[int, int]], pairs: int) -> list[Any]:
-    """`time_rank` of the first; a step ends on all of them together."""
+    """Return `time_rank` of rank 0. A step ends when all ranks have ended it."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(num_ranks, context) as pool:
         run = partial(time_rank, folder, f"{scratch}/ranks", num_ranks, shapes, pairs)
@@ -96,11 +96,11 @@ def time_ranks(folder: Path, num_ranks: int, shapes: list[tuple[int, int]], pair
 
 def main(
     model: Annotated[str, typer.Argument(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
-    pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of steps; one more comes first.")] = 3,
-    shapes: Annotated[str, typer.Option(help="Sequences x tokens, with commas.")] = "1x128,8x128,4x512",
-    fsdp: Annotated[int, typer.Option(min=1, help="Processes that share the weights.")] = 1,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of steps, after an uncounted pair.")] = 3,
+    shapes: Annotated[str, typer.Option(help="Comma-separated batches: sequences x tokens.")] = "1x128,8x128,4x512",
+    fsdp: Annotated[int, typer.Option(min=1, help="Number of processes that share the weights.")] = 1,
 ) -> None:
-    """Compare training steps of an aligned model with those of the same model unaligned."""
+    """Compare training steps of an aligned model with steps of the same model unaligned."""
     table = Table("weights", "batch", "unaligned, s", "aligned, s", "ratio", title=f"Training steps of {model}")
     folder, sizes = resolve_model(model), [(int(rows), int(n)) for rows, n in (s.split("x") for s in shapes.split(","))]
 

@@ -1,9 +1,9 @@
-"""A model of the time that launches of the Triton kernels take on an H100. Its results are not measured.
+"""A model of the time that launches of the Triton kernels take on an H100. Its results are not measurements.
 
-A kernel takes as long as the slowest of what it needs: bytes from memory and from L2, which all SMs share; and on the
-SM that has most to do, its matrix units, its shared memory, its other instructions, and the waiting of a program for
-its own loads and barriers, which other programs on that SM fill. Nothing here knows of bank conflicts, of an order in
-which programs meet, or of a clock that power lowers further.
+A kernel takes as long as its slowest resource. All SMs share the bytes from memory and from L2. The other resources
+belong to an SM, and the SM with the most work counts: its matrix units, its shared memory, its other instructions, and
+the time in which a program waits for its own loads and barriers, which other programs on that SM fill. The model does
+not include bank conflicts, the order in which programs meet, or a clock lowered further by the power limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inspect import signature
 from trueroll.kernels.triton.launch import Launch
 from trueroll.kernels.triton.machine import H100
 
-REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # of an SM
+REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # limits of an SM
 HELD = 25e6
 OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 8, 250
 REASONS = {
@@ -32,10 +32,11 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch asks for. `memory`: bytes, each once; `l2`: bytes, as often as a program asks for them.
+    """The work of one launch.
 
-    `matrix`, `shared`, `instructions`: clocks of the SM that has most to do. `alone`: the seconds of its programs one
-    after the other, if nothing else held them up.
+    `memory`: distinct bytes. `l2`: bytes, counted as often as programs load or store them. `matrix`, `shared`,
+    `instructions`: clocks of the SM with the most work. `alone`: seconds of its programs one after the other, without
+    contention.
     """
 
     programs: int
@@ -49,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Modelled:
-    """`waves`: programs over those that the GPU runs at a time. `bound`: what takes longest."""
+    """`waves`: number of programs over the number that the GPU runs at a time. `bound`: the slowest resource."""
 
     work: Work
     waves: float
@@ -58,13 +59,16 @@ class Modelled:
 
 
 def resident(registers: int, shared: int, warps: int) -> int:
-    """How many programs an SM holds at a time, of so many registers a thread and bytes of shared memory."""
+    """Return how many programs an SM runs at a time.
+
+    `registers`: per thread. `shared`: bytes of shared memory per program.
+    """
     of_registers = REGISTERS // (-(-max(registers, 1) // 8) * 8 * 32 * warps)
     return min(of_registers, H100.shared_memory // (shared + 1024), WARPS // warps, PROGRAMS)
 
 
 def model(work: Work, programs_of_sm: int) -> Modelled:
-    """The time of a launch, of whose programs an SM holds so many."""
+    """Return the time of a launch if an SM runs `programs_of_sm` of its programs at a time."""
     clocks = {"matrix units": work.matrix, "shared memory": work.shared, "instructions": work.instructions}
     seconds = {
         "memory": work.memory / H100.memory,
@@ -82,7 +86,7 @@ def most_on_an_sm(programs: int) -> int:
 
 
 def work_of(launch: Launch) -> Work:
-    """Of any launch but attention's over the cache, whose work follows from the lengths of its sequences."""
+    """Return the work of a launch, except attention over the cache, which depends on the lengths of sequences."""
     constants = dict(launch.constants)
     if "FEATURES" in constants:
         return product_work(launch)
@@ -95,18 +99,18 @@ def arguments(launch: Launch) -> dict[str, float]:
 
 
 def from_memory(size: float) -> float:
-    """Of a tensor that the kernel before left, the bytes that come from memory."""
+    """Return how many bytes of a tensor, written by the previous kernel, come from memory instead of L2."""
     return size if size > HELD else 0.0
 
 
 def product_work(launch: Launch) -> Work:
-    """Of a product: `_linear_kernel`, `_gate_up_kernel` or `_parts_kernel`."""
+    """Return the work of a product: `_linear_kernel`, `_gate_up_kernel` or `_parts_kernel`."""
     constants, values = dict(launch.constants), arguments(launch)
     columns = int(values["columns"]) * constants["UNIT"]
     pieces = launch.grid[2] if len(launch.grid) == 3 else 1
     weights = 2 * columns * weight_rows(values, constants)
     out = values.get("parts_ptr", values.get("out_ptr", 0))
-    # A product's weights come from memory at each step; what it reads and writes besides is small or not.
+    # Weights come from memory at each step. Inputs and outputs come from memory only if they are large.
     memory = weights + from_memory(values["x_ptr"]) + from_memory(out)
     features, tokens = constants["FEATURES"], [constants["TOKENS"], constants.get("MORE", 0)]
     tile = tile_work(features, tokens, columns / pieces, constants["DEPTH"], launch.stages)
@@ -120,9 +124,10 @@ def weight_rows(values: dict[str, float], constants: dict[str, int]) -> float:
 
 
 def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, stages: int) -> Work:
-    """Of one program: `features` by the sum of `tokens`, over `length` columns, with an accumulator for each number.
+    """Return the work of one program: `features` by the sum of `tokens`, over `length` columns.
 
-    A matrix instruction reads 64 x 16 elements of weights and 16 columns of tokens, both from shared memory.
+    Each number of tokens has its own accumulator. A matrix instruction reads 64 x 16 elements of weights and 16 columns
+    of tokens, both from shared memory.
     """
     width, steps = sum(tokens), length / 16
     loaded = 2 * (features + width) * length
@@ -138,14 +143,17 @@ def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, s
 
 
 def several(programs: int, each: Work, memory: float, out: float) -> Work:
-    """Of equal programs, which store `out` bytes together."""
+    """Return the work of `programs` equal programs, which store `out` bytes together."""
     most = most_on_an_sm(programs)
     clocks = most * each.matrix, most * each.shared, most * each.instructions
     return Work(programs, memory, programs * each.l2 + out, *clocks, most * each.alone)
 
 
 def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[int]) -> Work:
-    """Of `_decode_kernel` or `_prefill_kernel`, for sequences of so many queries, each the last of its context."""
+    """Return the work of `_decode_kernel` or `_prefill_kernel`.
+
+    `queries`: per sequence, the number of its last tokens that are queries. `contexts`: tokens per sequence.
+    """
     constants = dict(launch.constants)
     rows, keys, size, group = (int(constants[name]) for name in ("ROWS", "KEYS", "SIZE", "GROUP"))
     kv_heads = launch.grid[1]
@@ -164,15 +172,17 @@ def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[in
 
 
 def tiles_of_keys(queries: int, context: int, group: int, rows: int, keys: int) -> list[int]:
-    """The tiles of keys that each tile of rows of a sequence goes through."""
+    """Return, for each tile of rows of a sequence, the number of tiles of keys it reads."""
     ends = range(min(rows, queries * group), queries * group + rows, rows)
     seen = (context - queries + -(-min(end, queries * group) // group) for end in ends)
     return [-(-n // keys) for n in seen]
 
 
 def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
-    """Of one program and one tile of keys. Scores and weights stay in registers; queries, keys and values are read from
-    shared memory by matrix instructions of 64 rows, those of wide heads by two groups of four warps.
+    """Return the work of one program on one tile of keys.
+
+    Scores and weights stay in registers. Matrix instructions of 64 rows read queries, keys and values from shared
+    memory. For wide heads two groups of four warps do this.
     """
     matrix = 2 * keys * rows * size / H100.multiply_adds
     loaded, groups = 2 * 2 * keys * size, warps // 4
@@ -194,6 +204,6 @@ def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
 
 
 def useful_flops(queries: int, context: int, heads: int, size: int) -> float:
-    """Of causal attention of the last `queries` of a context."""
+    """Return the floating-point operations of causal attention of the last `queries` tokens of a context."""
     pairs = queries * (context - queries) + queries * (queries + 1) / 2
     return 4 * pairs * heads * size

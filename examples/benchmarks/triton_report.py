@@ -1,9 +1,9 @@
 """What the compiler makes of the Triton kernels: `python examples/benchmarks/triton_report.py [--json | ...]`.
 
-Needs no GPU. Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on
-tensors without memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and
-prints what it takes there; or, for the layers of one model, the time that a model of an H100 (`triton_model`) gives
-for it.
+Needs no GPU. Calls every op with kernels of its own, at the sizes of several models and for many numbers of rows, on
+tensors without memory, and records the launches. Then it compiles the recorded launches for three generations of GPUs
+and prints the resources they use, or prints the times that a model of an H100 (`triton_model`) gives for the layers of
+one model.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from triton_model import Modelled, Work  # noqa: E402
 CAPABILITIES = (80, 90, 100)
 TUNED_FOR = 90
 TILE = ("FEATURES", "TOKENS", "MORE", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
-"""The constants that make a kernel's tile."""
+"""The constants that define a kernel's tile."""
 ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1} | {96, 192, 320})
 CONTEXT = 40_000
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder, whether its queries, keys and values have biases or norms of their heads, its norms and
-    activation, the soft caps to compile its attention with, whether that has sinks and a bias behind it, and its layers
-    where they count.
+    """The sizes and the options of a decoder.
+
+    Options: biases and norms of the heads of queries, keys and values; the norms and the activation; the soft caps to
+    compile its attention with; sinks; a bias after attention; and the number of layers, where it matters.
     """
 
     hidden: int
@@ -111,7 +112,7 @@ DELTA_NETS = {
     "Qwen3.5-27B": DeltaNetSpec(16, 48, 128, 128, 4, NormSpec(1e-6)),
     "Qwen3.5-0.8B": DeltaNetSpec(16, 16, 128, 128, 4, NormSpec(1e-6)),
 }
-# With the hidden size.
+# Each with the hidden size of its model.
 EXPERTS = {
     "Qwen3-30B-A3B": (ExpertsSpec(128, 8, 768), 2048),
     "gpt-oss-20b": (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880),
@@ -122,14 +123,14 @@ FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
-# Around the numbers of rows where tiles change, and what rollouts have.
+# Numbers of rows around the changes of tiles, and numbers that rollouts have.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
 PROMPTS = (2048, 8192, 16384)
 DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Every launch of the models' ops, or of delta nets or experts, each once, kernel by kernel."""
+    """Return the distinct launches of the named models, delta nets or experts, kernel by kernel."""
     with recording() as launches:
         for name in names:
             if name in DELTA_NETS:
@@ -146,7 +147,7 @@ def name_of(kernel: Any) -> str:
 
 
 class Calls:
-    """Calls of the ops for one model, on tensors without memory."""
+    """Calls of a model's ops, on tensors without memory."""
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
@@ -184,7 +185,7 @@ class Calls:
         backend.gate_mul(self.empty(rows, m.intermediate), self.empty(rows, m.intermediate), m.activation)
 
     def layer(self, queries: list[int], context: int) -> dict[str, list[Launch]]:
-        """What the ops of a layer launch, and the head for each sequence, with so many queries each."""
+        """Return the launches of a layer's ops, and of the head, for sequences with `queries` rows each."""
         m, rows = self.model, sum(queries)
         x, heads = self.empty(rows, m.hidden), self.empty(rows, m.heads * m.head_dim)
         inner, hidden = self.empty(rows, m.intermediate), self.empty(len(queries), m.hidden)
@@ -224,7 +225,7 @@ class Calls:
         return rotation
 
     def attention(self, queries: list[int], lens: torch.Tensor | None = None, context: int = CONTEXT) -> None:
-        """Of sequences with so many queries each, over contexts of `context` tokens."""
+        """Call attention for sequences with `queries` rows each, over contexts of `context` tokens."""
         batch = AttentionBatch(
             [0, *accumulate(queries)], [context] * len(queries), integers(len(queries), context // 16), lens
         )
@@ -251,7 +252,7 @@ class Calls:
 
 
 def recur(spec: DeltaNetSpec) -> None:
-    """The ops of a delta net, for sequences with one row each and with more."""
+    """Call the ops of a delta net for sequences with one row each, and with more."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     heads, nothing, slots = empty(spec.num_value_heads), empty(0), integers(2)
     weights = DeltaNetWeights((), empty(spec.channels, 1, spec.kernel_size), heads, heads, nothing, nothing)
@@ -263,7 +264,7 @@ def recur(spec: DeltaNetSpec) -> None:
 
 
 def mix(spec: ExpertsSpec, hidden: int) -> None:
-    """The ops of experts, chosen and given, for many numbers of rows."""
+    """Call the ops of experts, with chosen and with given experts, for many numbers of rows."""
     count, inner = spec.num_experts, spec.intermediate_size
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
@@ -292,7 +293,7 @@ def floats(*shape: int) -> torch.Tensor:
 
 
 class Compiling:
-    """Stands for the driver of a GPU: names the target and launches nothing."""
+    """Stands in for the driver of a GPU: names the target and launches nothing."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -309,11 +310,11 @@ class Compiling:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one launch takes on one target. Memory in bytes: `spilled` for a thread, `shared` for a block of threads.
+    """The resources of one launch on one target. Memory in bytes: `spilled` per thread, `shared` per block of threads.
 
-    `instructions`: its matrix instructions, with their tiles. `reductions`: shape and layout of the tiles that are
-    reduced over their last axis. `signature`, `aligned`: types of the arguments, and those known to be multiples of 16,
-    as Triton made them out.
+    `instructions`: its matrix instructions with their tiles. `reductions`: shape and layout of the tiles that are
+    reduced over their last axis. `signature`: types of the arguments. `aligned`: arguments that Triton found to be
+    multiples of 16.
     """
 
     kernel: str
@@ -332,7 +333,7 @@ class Compiled:
 
 
 def compile_for(capability: int, launch: Launch) -> Compiled:
-    """As a launch on such a GPU would compile it: by Triton's own path from a call to a binary, up to loading it."""
+    """Compile a launch for a GPU as a call on that GPU would: Triton's own path up to, but not including, loading."""
     triton.runtime.driver.set_active(Compiling(capability))
     binary = compile_form(launch)
     used = resources(binary.asm["cubin"])
@@ -363,9 +364,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def instructions(ptx: str, ttgir: str) -> list[str]:
-    """Matrix instructions with their tiles, and how many elements along k a thread holds side by side where it does.
+    """Return the matrix instructions with their tiles, and the elements along k that a thread holds side by side.
 
-    Those of Blackwell name no tile: it is that of the accumulator, and k goes in steps of 16.
+    Blackwell's instructions name no tile. It is the tile of the accumulator, and k advances in steps of 16.
     """
     widths = "".join(sorted({f" kWidth={width}" for width in re.findall(r"kWidth = (\d+)", ttgir)}))
     found = {f"{name} {tile}{widths}" for name, tile in re.findall(r"\b(wgmma|mma)\.\S*?\.(m\d+n\d+k\d+)\.", ptx)}
@@ -377,36 +378,37 @@ def instructions(ptx: str, ttgir: str) -> list[str]:
 
 
 def reductions(ttgir: str) -> list[str]:
-    """Shape and layout of each tile with two axes that is reduced over the second one."""
+    """Return shape and layout of each two-axis tile that is reduced over its second axis."""
     operands = re.findall(r'"tt\.reduce".*?axis = 1 .*?\}\) : \(tensor<(\d+x\d+)x\w+, (#\w+)>\)', ttgir, re.DOTALL)
     layouts = dict(re.findall(r"^(#\w+) = (#\w+\..*)$", ttgir, re.MULTILINE))
     return sorted({f"{shape} of {layouts[name]}" for shape, name in operands})
 
 
 Job: TypeAlias = tuple[int, Launch]
-"""A target's capability, and what to compile for it."""
+"""A target's capability, and the launch to compile for it."""
 JOBS: list[Job] = []
 
 
 def jobs_of(launches: Sequence[Launch]) -> list[Job]:
-    """All launches for every target."""
+    """Return all launches for every target."""
     return [(capability, launch) for launch in launches for capability in CAPABILITIES]
 
 
 def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
-    """`some` of the launches for every target, and those of one model for the target that tiles were chosen for."""
+    """Return `some` of the launches for every target, and all of `modelled` for the target that tiles are tuned for."""
     chosen, whole = set(some(launches)), set(modelled)
     return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 
 
 def few_jobs(launches: Iterable[Launch]) -> list[Job]:
-    """One form of each kernel, for the target that tiles were chosen for."""
+    """Return one launch of each kernel, for the target that tiles are tuned for."""
     return [(TUNED_FOR, launch) for launch in {launch.kernel: launch for launch in launches}.values()]
 
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
-    """Few that show of each kernel every tile, every value of each constant and every type of each argument: one after
-    the other that which shows most that none before it does.
+    """Return a few launches that cover, for each kernel, every tile, value of a constant, and type of an argument.
+
+    Greedy: each next launch covers the most that the launches before it do not.
     """
     missing = set().union(*map(shown_by, launches))
     chosen = []
@@ -423,8 +425,8 @@ def shown_by(launch: Launch) -> set[Any]:
 
 
 def compile_all(jobs: list[Job]) -> list[Compiled]:
-    """In two processes."""
-    # Kernels cannot be pickled: the processes inherit the jobs.
+    """Compile the jobs in two processes."""
+    # Kernels cannot be pickled, so the processes inherit the jobs.
     with get_context("fork").Pool(2, initializer=JOBS.extend, initargs=(jobs,)) as pool:
         return pool.map(compile_job, range(len(jobs)), chunksize=1)
 
@@ -434,7 +436,7 @@ def compile_job(index: int) -> Compiled:
 
 
 def print_table(compiled: list[Compiled]) -> None:
-    """One line for each configuration, with the targets side by side, and of its constants those that vary."""
+    """Print one line per configuration, with the targets side by side, and only the constants that vary."""
     print(f"Triton {triton.__version__}\n")
     print("| kernel | configuration | warps, stages |", *(f"sm_{capability} |" for capability in CAPABILITIES))
     print("|---" * (3 + len(CAPABILITIES)) + "|")
@@ -456,7 +458,7 @@ def cell(compiled: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A batch, of so many queries in each sequence and so many tokens of context, and what a layer launches for it."""
+    """A batch: queries of each sequence, tokens of context, and the launches of a layer for it."""
 
     queries: list[int]
     context: int
@@ -469,14 +471,14 @@ class Step:
 
 
 def steps_of(model: Model) -> list[Step]:
-    """Decode steps of many sizes, and prompts."""
+    """Return decode steps of many sizes, and prompts."""
     calls = Calls(model, torch.bfloat16)
     batches = [([1] * rows, DECODE_CONTEXT) for rows in DECODES] + [([rows], rows) for rows in PROMPTS]
     return [Step(queries, context, calls.layer(queries, context)) for queries, context in batches]
 
 
 def model_steps(steps: Sequence[Step]) -> list[dict[str, list[Modelled]]]:
-    """The modelled launches of each step, op by op."""
+    """Return the modelled launches of each step, op by op."""
     launches = list(dict.fromkeys(launch for step in steps for op in step.launches.values() for launch in op))
     taken = dict(zip(launches, compile_all([(TUNED_FOR, launch) for launch in launches]), strict=True))
     return [
@@ -497,7 +499,7 @@ def work_of(launch: Launch, step: Step) -> Work:
 
 
 def print_model(model: Model) -> None:
-    """One line for each product and attention of each step, and one line for each step."""
+    """Print one line for each product and attention of each step, and one line for each step."""
     for name, value in asdict(machine.H100).items():
         print(f"- {name} {value:g}: {machine.REASONS[name]}")
     print(*(f"- {name}: {reason}" for name, reason in triton_model.REASONS.items()), "", sep="\n")
@@ -514,7 +516,7 @@ def print_model(model: Model) -> None:
 
 
 def op_cells(launches: Sequence[Modelled]) -> str:
-    """Of the launch that takes longest, and the time of all of an op."""
+    """Return the cells of an op: its longest launch, and the time of all of its launches."""
     longest = max(launches, key=lambda launch: launch.seconds)
     work, seconds = longest.work, sum(launch.seconds for launch in launches)
     moved = f"{work.memory / 1e6:.1f} | {work.l2 / 1e6:.1f}"
@@ -522,8 +524,11 @@ def op_cells(launches: Sequence[Modelled]) -> str:
 
 
 def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
-    """Of products the share of the slower of reading weights and multiplying, of attention that of multiplying, and of
-    a step that of reading its weights, keys and values."""
+    """Return the cells of a step.
+
+    Products show their share of the longer of reading weights and multiplying. Attention shows its share of the
+    multiplying. The step shows its share of reading its weights, keys and values.
+    """
     seconds = {name: sum(launch.seconds for launch in found) for name, found in ops.items()}
     products = sum(seconds[name] for name in PRODUCTS)
     limit = sum(product_limit(n, k, sum(step.queries)) for n, k in product_shapes(model))
@@ -537,7 +542,7 @@ def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
 
 
 def step_bytes(model: Model, step: Step) -> int:
-    """What a step reads at least: the weights, and the keys and values of its sequences."""
+    """Return the least bytes that a step reads: the weights, and the keys and values of its sequences."""
     stored = 2 * 2 * model.kv_heads * model.head_dim * step.context * len(step.queries)
     layer = stored + sum(2 * n * k for n, k in product_shapes(model))
     return model.layers * layer + 2 * model.vocab_size * model.hidden
@@ -550,24 +555,24 @@ def product_shapes(model: Model) -> list[tuple[int, int]]:
 
 
 def product_limit(n: int, k: int, rows: int) -> float:
-    """The seconds that a product of `rows` with a weight [n, k] takes at least."""
+    """Return the least seconds of a product of `rows` rows with a weight [n, k]."""
     return max(2 * n * k / machine.H100.memory, 2 * n * k * rows / machine.H100.arithmetic)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Compiles the Triton kernels for GPUs and prints what they take there."
+        description="Compiles the Triton kernels for GPUs and prints the resources they use."
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
-        f"and for sm_{TUNED_FOR} all of one model, of delta nets and of some experts",
+        help="print as JSON instead of a table: launches that together have each tile and value of every model, "
+        f"and for sm_{TUNED_FOR} all launches of one model, of delta nets and of some experts",
     )
     parser.add_argument("--few", action="store_true", help="print one form of each kernel for one GPU as JSON")
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
-        "--model", action="store_true", help="print what a model of an H100 makes of the layers of one model"
+        "--model", action="store_true", help="print the times that a model of an H100 gives for the layers of one model"
     )
     options = parser.parse_args()
     if options.model:

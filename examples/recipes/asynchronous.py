@@ -1,14 +1,15 @@
-"""Generation of the next batch overlaps training; each token tells how old its weights are; stragglers go on later.
+"""Overlap generation of the next batch with training; continue unfinished samples under newer weights.
 
-`python examples/recipes/asynchronous.py [MODEL]`. Training and pushing block, so they run in threads: a WeightPublisher
-takes calls from any thread, one at a time, and the parameters must stay as they are during a push.
+`python examples/recipes/asynchronous.py [MODEL]`. Each token has the version of the weights that sampled it. Training
+and pushing block, so they run in threads. Any thread may call a WeightPublisher, one at a time, and the parameters must
+not change during a push.
 """
 
 import asyncio
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,8 +25,8 @@ from trueroll.rollout import (
 )
 
 RUN_SEED, STEPS = 1, 3
-NEEDED, ASKED = 2, 100  # so many whole groups end the others; what was not begun by then costs nothing
-MAX_STALENESS = 2  # so many versions a token's weights may be behind the trainer's; older groups are dropped
+NEEDED, ASKED = 2, 100  # abort the rest after NEEDED whole groups; groups not begun by then cost nothing
+MAX_STALENESS = 2  # how many versions a token may be behind the trainer; groups with older tokens are dropped
 params = SamplingParams(n=4, max_tokens=32)
 folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
@@ -34,7 +35,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
 
 
 def reward(token_ids):
-    """Yours goes here. This one likes even token ids."""
+    """Replace this with your reward. This one is the share of even token ids."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
@@ -47,14 +48,14 @@ def age(group, version):
 
 
 async def go_on(client, left, version):
-    """The groups that were ended early, whole: the rest of each sample is drawn under the weights of `version`."""
+    """Continue the aborted groups: sample the rest of each sample under the weights of `version` or newer."""
     prompts, samples = [prompt for prompt, group in left for _ in group], [each for _, group in left for each in group]
     whole = await client.continue_samples(prompts, samples, params, min_weight_version=version, wait_for_weights=True)
     return [(prompt, whole[i * params.n : (i + 1) * params.n]) for i, (prompt, _) in enumerate(left)]
 
 
 async def begin(client, version):
-    """New groups, each as its prompt and samples, until enough are whole; those that were ended early among them."""
+    """Sample new groups until enough are whole. Return (prompt, samples) pairs, including the aborted groups."""
     prompts, arrived, num_whole = [[version, i] for i in range(ASKED)], {}, 0
     ids = [f"run-{RUN_SEED}-{version}-{i}" for i in range(ASKED)]
     demand = dict(min_weight_version=max(1, version - MAX_STALENESS), wait_for_weights=True)
@@ -63,19 +64,22 @@ async def begin(client, version):
         arrived[position] = group = [*arrived.get(position, ()), sample]
         num_whole += is_whole(group)
         if num_whole == NEEDED and is_whole(group):
-            await client.abort(ids, missing_ok=True)  # abort_all would end those that go on as well
+            await client.abort(ids, missing_ok=True)  # abort_all would also abort the continued samples
     return [(prompts[i], group) for i, group in arrived.items() if any(sample.token_ids for sample in group)]
 
 
 async def rollout(client, version, left):
-    """What the trainer's `version` trains on, and what is left for the next one. `left`: what was left before."""
+    """Return the batch for the version `version` and the groups left over for the next call.
+
+    `left`: the groups left over by the previous call.
+    """
     went_on, groups = await asyncio.gather(go_on(client, left, version), begin(client, version))
     batch = went_on + [(prompt, group) for prompt, group in groups if is_whole(group)]
     return batch, [(prompt, group) for prompt, group in groups if not is_whole(group)]
 
 
 def train(groups, version):
-    """A step on packed samples. Autocast is that of the thread that enters it, so it stands in here."""
+    """Take one step on packed samples. Autocast is per thread, so it is entered in this function."""
     rows = [(prompt, sample) for prompt, group in groups for sample in group]
     lengths = [len(prompt + sample.token_ids) for prompt, sample in rows]
     ids = torch.tensor([token for prompt, sample in rows for token in prompt + sample.token_ids])

@@ -1,6 +1,7 @@
-"""Messages in, text out: a chat template makes the prompts, and samples end where the template ends a turn.
+"""Messages in, text out: a chat template makes the prompts, and each sample stops at the template's end of turn.
 
-`python examples/recipes/chat.py [MODEL]`; MODEL has a tokenizer with a chat template. The worker knows token ids only.
+`python examples/recipes/chat.py [MODEL]`. MODEL needs a tokenizer with a chat template. The worker handles token ids
+only.
 """
 
 import sys
@@ -13,14 +14,14 @@ folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 questions = ["What is the capital of France?", "Name a fruit."]
 
-# The template writes all special tokens itself: encode its text with add_special_tokens=False, or let it encode.
+# The template writes all special tokens itself. Let it encode its text, or encode with add_special_tokens=False.
 prompts = [
     tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True, return_dict=False)
     for each in questions
 ]
 
-# What follows an answer in a finished conversation ends the turn. Where that is among the tokens at which the model's
-# samples end anyway, `eos_token_ids` below, `stop_token_ids` is not needed; often it is another one.
+# The token after an answer in a finished conversation ends the turn. If the model's own end-of-sequence tokens
+# (`eos_token_ids` below) include it, `stop_token_ids` is not needed. Often it is a different token.
 finished = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
 after = tokenizer.apply_chat_template(finished, tokenize=False).rpartition("ANSWER")[2]
 end_of_turn = tokenizer.encode(after, add_special_tokens=False)[0]
@@ -37,7 +38,7 @@ num_stopped = 0
 for question, group in zip(questions, groups, strict=True):
     print(f"\n{question} ({group.num_prompt_tokens} tokens with the template)")
     for sample in group.samples:
-        # A token that ends a sample is its last one, part of it, and in its log-probs: trainers learn to end, too.
+        # The token that stops a sample is its last token and has a log-prob, so that a trainer learns to stop.
         is_stopped = sample.finish_reason == "stop"
         assert not ends & set(sample.token_ids[:-1]) and (sample.token_ids[-1] in ends) == is_stopped
         assert sample.stop_reason == (sample.token_ids[-1] if is_stopped else None)

@@ -1,8 +1,8 @@
-"""A second worker as a reference or a teacher: estimates of the KL divergence, token by token, from two workers.
+"""A second worker as reference or teacher: estimate the KL divergence per token from the log-probs of two workers.
 
-`python examples/recipes/distillation.py [MODEL]`. The student samples, and a score of the other worker says how likely
-it finds these very tokens. That one serves the weights of the beginning, as for a KL penalty; for on-policy
-distillation let it serve a larger model with the same tokens.
+`python examples/recipes/distillation.py [MODEL]`. The student samples, and the other worker scores the sampled tokens.
+The other worker keeps the initial weights, as for a KL penalty. For on-policy distillation let it serve a larger model
+with the same vocabulary.
 """
 
 import sys
@@ -22,12 +22,12 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 
 
 def log_probs_of_both(step):
-    """For each sample the log-probs of its tokens, the student's and the reference's: float32 [num_tokens] each."""
+    """Return the student's and the reference's log-probs for the tokens of each sample: float32 [num_tokens] each."""
     groups = student.generate(prompts, params, seed=derive_seed(RUN_SEED, step))
     sampled = [(prompt, each) for prompt, group in zip(prompts, groups, strict=True) for each in group.samples]
-    # All at once: the worker shares the prefix of a group, and fills its batches.
+    # One call for all: the worker shares the prefix of a group and fills its batches.
     scores = reference.score([prompt + each.token_ids for prompt, each in sampled], params.trainer_temperature)
-    # Entry i of a score is about token i + 1: the sample's own tokens are the last ones.
+    # Entry i of a score belongs to token i + 1, so the last entries belong to the sample's own tokens.
     both = zip(sampled, scores, strict=True)
     return [(each.logprobs, score.logprobs[-len(each.token_ids) :]) for (_, each), score in both]
 
@@ -42,9 +42,9 @@ with (
     publisher.connect([first.address])  # the reference gets no pushes
     for step in range(STEPS):
         pairs = log_probs_of_both(step)
-        # log(student / reference) of each token that the student drew. Its negative is the reward of a token in
-        # on-policy distillation, and its mean estimates the KL divergence (k1). exp(-r) - 1 + r does so, too, and is
-        # never negative (k3).
+        # log(student / reference) of each token that the student sampled. Its negative is the token's reward in
+        # on-policy distillation. Its mean estimates the KL divergence (k1). The mean of exp(-r) - 1 + r estimates it
+        # too, and is never negative (k3).
         ratios = np.concatenate([own - others for own, others in pairs])
         k3 = np.expm1(-ratios) + ratios
         print(f"step {step}: KL estimates of {len(ratios)} tokens: {ratios.mean():.6f} (k1), {k3.mean():.6f} (k3)")

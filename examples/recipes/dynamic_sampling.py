@@ -1,7 +1,8 @@
-"""Dynamic sampling with partial rollouts, as in DAPO: groups that teach nothing are dropped, stragglers go on later.
+"""Dynamic sampling with partial rollouts, as in DAPO: drop groups without a learning signal, continue stragglers.
 
-`python examples/recipes/dynamic_sampling.py [MODEL]`; MODEL has a tokenizer with a chat template. Each step asks for
-more groups than it needs, and ends what runs when it has enough. The next step lets that go on, under new weights.
+`python examples/recipes/dynamic_sampling.py [MODEL]`. MODEL needs a tokenizer with a chat template. Each step requests
+more groups than it needs and aborts the rest when it has enough. The next step continues the aborted samples under new
+weights.
 """
 
 import sys
@@ -13,8 +14,8 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, der
 
 RUN_SEED = 1
 STEPS = 2
-NEEDED = 4  # groups for a step
-ASKED = 400  # those that were not begun when the step has enough cost nothing
+NEEDED = 4  # groups per step
+ASKED = 400  # groups not begun when the step has enough cost nothing
 folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -27,12 +28,12 @@ def prompts_of(step):
 
 
 def teaches(group):
-    """Whether the rewards differ. Here they are for brief answers."""
+    """Return whether the rewards of a group differ. Here the reward is 1 for a brief answer."""
     return len({len(sample.token_ids) < 20 for sample in group}) > 1
 
 
 def is_whole(group):
-    """Count whole groups, not samples: samples arrive in any order, and those that were ended early do, too."""
+    """Return whether all samples of a group finished. Aborted samples arrive too, in any order."""
     return len(group) == params.n and all(sample.finish_reason != "abort" for sample in group)
 
 
@@ -43,11 +44,11 @@ def is_enough(groups):
 with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightPublisher() as publisher:
     publisher.connect([worker.address])
     with RolloutClient(worker.address) as client:
-        partial = []  # prompts of the step before with their samples, of which some were ended early
+        partial = []  # (prompt, samples) of the previous step's groups with at least one aborted sample
         for step in range(STEPS):
             publisher.push(model, version=step + 1)
 
-            # Samples that were ended early go on, each with its own noise; the others are returned as they are.
+            # Aborted samples continue, each with its own noise. Finished samples are returned unchanged.
             prompts_of_samples = [prompt for prompt, group in partial for _ in group]
             unfinished = [sample for _, group in partial for sample in group]
             samples = client.continue_samples(prompts_of_samples, unfinished, params)
@@ -63,14 +64,14 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
                 if is_whole(group):
                     groups.append(group)
                     if is_enough(groups) and not is_enough(groups[:-1]):
-                        client.abort_all()  # or some of them: client.abort(request_ids, missing_ok=True)
+                        client.abort_all()  # or abort some of them: client.abort(request_ids, missing_ok=True)
 
-            # Samples without any token could go on as well. Groups that have none at all are dropped here: most of the
-            # prompts were only asked for in case the others teach nothing.
+            # Samples without any token could continue as well. This recipe drops groups without any token: most
+            # prompts were requested only in case other groups have no learning signal.
             begun = [(prompts[i], group) for i, group in arrived.items() if any(each.token_ids for each in group)]
             partial = [(prompt, group) for prompt, group in begun if not is_whole(group)]
             kept = [group for group in groups if teaches(group)]
-            assert is_enough(groups), f"expected {NEEDED} groups that teach, found {len(kept)}; ask for more"
+            assert is_enough(groups), f"only {len(kept)} of {NEEDED} groups have a learning signal; raise ASKED"
             print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
             print(f"{len(partial)} ended early, {len(prompts) - len(begun)} of {len(prompts)} not begun")
 

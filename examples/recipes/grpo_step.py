@@ -1,13 +1,13 @@
-"""Whole training steps of a loop of your own: push, groups of samples, a padded batch, the loss, the optimizer.
+"""Whole training steps of your own loop: push, groups of samples, a padded batch, the loss, the optimizer.
 
-`python examples/recipes/grpo_step.py [MODEL]`. The trainer's parameters are float32, since a bfloat16 parameter loses
-AdamW's small steps; the worker serves bfloat16, and under autocast the forward pass computes what the worker does.
+`python examples/recipes/grpo_step.py [MODEL]`. The trainer's parameters are float32, because bfloat16 parameters lose
+AdamW's small steps. The worker serves bfloat16, and under autocast the trainer's forward pass computes the same bits.
 """
 
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -26,7 +26,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
 
 
 def reward(token_ids):
-    """Yours goes here. This one likes even token ids."""
+    """Replace this with your reward. This one is the share of even token ids."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
@@ -49,19 +49,19 @@ with (
         rewards = torch.tensor([[reward(sample.token_ids) for sample in group.samples] for group in groups])
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
-        # [B, T] each, a sample in a row, padded on the right.
+        # All tensors are [B, T]: one sample per row, padded on the right.
         rows = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
         ids = padded([torch.tensor(prompt + sample.token_ids) for prompt, sample in rows])
         mask = padded([torch.ones(len(prompt + sample.token_ids), dtype=torch.bool) for prompt, sample in rows])
         is_own = padded([torch.arange(len(prompt + sample.token_ids)) >= len(prompt) for prompt, sample in rows])
 
-        # Their log-probs are [B, T] as well: that of each own token in its place, and 0.0 at the others.
+        # The log-probs are [B, T] as well: each sampled token's log-prob in its place, 0.0 elsewhere.
         settings = dict(temperature=params.trainer_temperature, completion_mask=is_own)
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = token_log_probs(model, ids, mask, **settings)[is_own]
         sampled = torch.cat([torch.tensor(sample.logprobs) for _, sample in rows])
         ratios = (log_probs - sampled).exp()
-        assert (ratios == 1.0).all(), "expected samples of these very weights, and the worker's dtype under autocast"
+        assert (ratios == 1.0).all(), "samples must come from these weights, and autocast must use the worker's dtype"
 
         each = advantages.flatten().repeat_interleave(is_own.sum(1))
         loss = -torch.minimum(ratios * each, ratios.clamp(1 - CLIP, 1 + CLIP) * each).mean()
@@ -73,4 +73,4 @@ with (
         print(f"all ratios 1.0, gradient norm {norm:.4f}")
 
 changed = (model.lm_head.weight.bfloat16() != before).sum()
-print(f"in bfloat16, too, {changed} elements of the head are others than at the beginning")
+print(f"in bfloat16, too, {changed} elements of the head have changed since the beginning")

@@ -1,7 +1,7 @@
-"""Which `logprobs` to ask for, so that a trainer computes the same log-probs, bit for bit.
+"""Which `logprobs` to request so that a trainer computes the same log-probs, bit for bit.
 
-`python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs` samples have the entropy of each token's
-distribution and its most probable tokens as well, and `token_statistics` gives the trainer's, without gradient.
+`python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs` each sample also has, per token, the entropy of the
+distribution and its most probable tokens. `token_statistics` computes the trainer's values, without gradient.
 """
 
 import sys
@@ -17,13 +17,13 @@ folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 TOP = 4
 prompt = [1, 2, 3]
 choices = [
-    # The default, `processed`: what the tokens were drawn from. Right wherever nothing is filtered or banned.
+    # The default, `processed`: the distribution that the tokens were drawn from. Right without filters or bans.
     SamplingParams(n=4, max_tokens=16, temperature=0.7),
-    # With filters, ask for the distribution before them. Then the importance ratio leaves the filters out.
+    # With filters, request the distribution before the filters. The importance ratio then ignores the filters.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, logprobs="temperature"),
-    # The model's own, whatever the temperature.
+    # The model's own distribution, at any temperature.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_k=20, logprobs="raw"),
-    # Greedy samples have those of the model's own distribution.
+    # Greedy samples have log-probs of the model's own distribution.
     SamplingParams(n=4, max_tokens=16, temperature=0.0),
 ]
 
@@ -42,7 +42,7 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         own = torch.cat([torch.arange(length) >= len(prompt) for length in lengths])
         assert found[own].numpy().tobytes() == b"".join(sample.logprobs.tobytes() for sample in group.samples)
 
-        # The same names on both sides, int32 ids in samples, int64 ones in a trainer; entry i is about token i in both.
+        # Names agree on both sides. Samples have int32 ids, a trainer int64 ids. Entry i belongs to token i in both.
         request = dict(lengths=lengths, temperature=params.trainer_temperature, top_logprobs=TOP)
         statistics = token_statistics(model, packed, **request)
         for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
@@ -53,7 +53,7 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         print(f"with temperature={params.trainer_temperature};", end=" ")
         print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
-# Of filtered or banned tokens no trainer computes the distribution. Ask before generating, not after.
+# A trainer cannot compute a distribution with filtered or banned tokens. Check before generating, not after.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):
     try:
         print(SamplingParams(**settings).trainer_temperature)

@@ -1,7 +1,7 @@
-"""Crashes: trainer or worker is killed in the middle of a step, and asking again gives the samples it would have had.
+"""Crashes: kill the trainer or the worker in the middle of a step, ask again, and get the same samples.
 
-`python examples/recipes/recovery.py [MODEL]`. A sample depends on weights, prompt, parameters and seed, not on who
-computed it, or when. A trainer that keeps the number of its step and its weights can ask again for the same.
+`python examples/recipes/recovery.py [MODEL]`. A sample depends only on weights, prompt, parameters and seed, not on the
+worker or the time. A trainer that has saved its step number and its weights can request the same samples again.
 """
 
 import multiprocessing
@@ -32,13 +32,13 @@ params = SamplingParams(n=4, max_tokens=32)
 folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 with torch.no_grad():
-    model.lm_head.weight.mul_(1.01)  # the steps before this one
+    model.lm_head.weight.mul_(1.01)  # stands for the steps before this one
 
 
 def generate():
-    """The samples of the step, as bits. A worker that has requests of these ids computes nothing twice."""
+    """Return the bits of the step's samples. A request id that the worker already has is not computed again."""
     request = dict(seed=derive_seed(RUN_SEED, STEP), request_ids=[f"step-{STEP}-{i}" for i in range(len(prompts))])
-    with RolloutClient(address, timeout=3.0) as client:  # seconds without a sign of life: longer for real
+    with RolloutClient(address, timeout=3.0) as client:  # seconds without a sign of life; use more in production
         groups = client.generate(prompts, params, **request, min_weight_version=VERSION)
     return [(sample.token_ids, sample.logprobs.tobytes()) for group in groups for sample in group.samples]
 
@@ -55,7 +55,7 @@ with TemporaryDirectory() as private, WeightPublisher() as publisher, ThreadPool
         publisher.push(model, version=VERSION)
         expected = generate()
 
-        observer.pause()  # so that the crashes find the step unfinished, however fast the machine is
+        observer.pause()  # keeps the step unfinished until the crash, on any machine
         trainer = multiprocessing.get_context("fork").Process(target=generate)
         trainer.start()
         wait_until(lambda: observer.health().requests["open"] == len(prompts))
@@ -81,7 +81,7 @@ with TemporaryDirectory() as private, WeightPublisher() as publisher, ThreadPool
         try:
             generate()
             raise SystemExit("expected an error")
-        except StaleWeightsError as error:  # it serves its checkpoint; wait_for_weights=True waits for the push
+        except StaleWeightsError as error:  # it serves its checkpoint; wait_for_weights=True would wait for the push
             print("another one took its place:", error)
         publisher.restore(model)
         assert generate() == expected

@@ -1,4 +1,4 @@
-"""Seeds: each prompt of each step has noise of its own, and every step can be repeated, as a whole or in parts.
+"""Seeds: each prompt of each step has its own noise, and a step can be repeated, as a whole or in parts.
 
 `python examples/recipes/seeds.py [MODEL]`
 """
@@ -30,14 +30,15 @@ with launch_worker(sys.argv[1] if len(sys.argv) > 1 else "smollm2", device="cpu"
         assert [list(map(bits, group.samples)) for group in again] == [list(map(bits, each.samples)) for each in run[1]]
         print("step 1 again: the same bits")
 
-        # Prompt i of a call has the seed derive_seed(seed, i), which its group names, and sample j of it one of that.
+        # Prompt i of a call has the seed derive_seed(seed, i), found in its group's params. Its samples have seeds
+        # derived from that one.
         seed = derive_seed(derive_seed(RUN_SEED, 1), 2)
         [alone] = client.generate([prompts[2]], SamplingParams(n=4, max_tokens=16, seed=seed))
         assert alone.params.seed == run[1][2].params.seed == seed
         assert list(map(bits, alone.samples)) == list(map(bits, run[1][2].samples))
         print("prompt 2 of it alone, by the seed of its group: the same bits")
 
-        # A seed in the parameters is that of one prompt. For several it is refused: they would share their noise.
+        # A seed in the parameters is for a single prompt. With several prompts it is refused: they would share noise.
         try:
             client.generate(prompts, SamplingParams(n=4, seed=RUN_SEED))
             raise SystemExit("expected an error")

@@ -1,11 +1,15 @@
-"""Rounds in which a fleet works and something is killed at a random moment, and what must hold after each.
+"""Rounds in which a fleet works, something is killed at a random moment, and the fleet must recover.
 
-Each round generates, streams, scores, pushes, sleeps or scales, while a worker, its actor, a client's process, the
-raylet or all workers are killed with SIGKILL, or a worker while the folder of weights takes none. Then: every sample
-there once, with the bits that a worker gives that nobody disturbs, of the version that was pushed last, never of an
-earlier run whose push lies in the folder; what waiting does not heal was told; the fleet whole again; no process, no
-shared memory and no socket left over. `STRICT` workers, moreover, reject requests in a push or in their sleep, and are
-full when they have the work of two.
+Each round generates, streams, scores, pushes, sleeps or scales. Meanwhile SIGKILL ends a worker, a worker's actor, a
+client's process, the raylet or all workers; or a worker is killed while the folder of weights cannot be written. After
+each round this must hold:
+
+- Every sample arrived once, with the bits of an undisturbed worker, and the version of the last push. A push of an
+  earlier run that lies in the folder was never served.
+- Errors reported every problem that waiting does not solve.
+- The fleet is whole again, and no process, no shared memory and no socket is left over.
+
+`STRICT` workers also reject requests during a push or while asleep, and their queue is full with the work of two calls.
 """
 
 from __future__ import annotations
@@ -50,22 +54,22 @@ WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
 TICK_SECONDS = 0.3
 STRICT: dict[str, Any] = dict(while_unavailable="reject", max_queued_requests=20)
-"""Settings under which workers reject what they cannot do at once. `PROMPTS` fit into one, two calls of them do not."""
+"""Settings under which workers reject what they cannot do at once. The queue holds `PROMPTS` once, but not twice."""
 VICTIMS = ("worker", "actor", "client", "raylet", "all", "folder")
 AT_SOME_MOMENTS = dict(raylet=4, all=4, folder=3)
-"""Of these, how many in a lap, in which all else is killed at each moment once."""
+"""Number of rounds per lap with these victims. All other victims are killed once per lap at each moment."""
 LOSE_ALL = ("raylet", "all")
 SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
-"""About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
+"""First estimates of how long a moment lasts. The phases of a push are not here: they last `PHASE_SECONDS`."""
 PHASE_SECONDS = 0.01
 SHORTER, LONGER = 0.7, 1.2
-"""What becomes of that where something was killed too late, or in time."""
+"""Factors on the estimate after a kill that came too late, or in time."""
 STEADY_SECONDS = 3.0
-"""After which a worker is replaced at once: here they are killed more often than anywhere else."""
+"""Seconds of uptime after which a worker is replaced at once. Small, because the rounds kill workers very often."""
 
 
 def plan(seed: int, rounds: int) -> list[tuple[str, str]]:
-    """What is killed in each round, and at which moment: everything at each, in an order that `seed` gives."""
+    """Return the victim and the moment of each round. Each lap has all of them, in an order that `seed` determines."""
     chosen, found = random.Random(seed), []
     moments = {victim: _forever(f"{victim} {seed}", list(MOMENTS)) for victim in AT_SOME_MOMENTS}
     while len(found) < rounds:
@@ -84,21 +88,22 @@ def _forever(seed: str, moments: list[str]) -> Iterator[str]:
 
 
 def check_samples(groups: list[Group], versions: set[int], expected: Callable[[int], Bits]) -> None:
-    """Raise BrokenPromise unless there is a group for each prompt, of one version, one of those, with the bits that are
-    `expected` of it.
+    """Raise BrokenPromise unless each prompt has one group with the expected bits.
+
+    `versions`: allowed weight versions; a group has exactly one. `expected`: the bits for a version.
     """
     if len(groups) != len(PROMPTS):
-        raise BrokenPromise(f"expected {len(PROMPTS)} groups, found {len(groups)}")
+        raise BrokenPromise(f"{len(PROMPTS)} prompts got {len(groups)} groups")
     for position, group in enumerate(groups):
         found = {span.version for sample in group.samples for span in sample.weight_versions}
         if len(found) != 1 or not found <= versions:
-            raise BrokenPromise(f"expected version {versions}, found {found}")
+            raise BrokenPromise(f"a group has weight versions {found}, not one of {versions}")
         if bits([group])[0] != expected(*found)[position]:
-            raise BrokenPromise("found other samples than without failures")
+            raise BrokenPromise("the samples differ from those without failures")
 
 
 class Expected:
-    """What a worker that nobody disturbs gives with the weights of two versions, of which the others take turns."""
+    """The results of an undisturbed worker with the two sets of weights. Versions use these sets in turn."""
 
     def __init__(self, model: Path, pushes: Path) -> None:
         with launch_worker(str(model), **SETTINGS) as worker:
@@ -110,9 +115,9 @@ class Expected:
             work.close()
         (self._samples, self._scores) = zip(*found, strict=True)
         if self._samples[0] == self._samples[1] or self._scores[0] == self._scores[1]:
-            raise BrokenPromise("premise: expected other samples from other weights, found the same")
+            raise BrokenPromise("premise: both sets of weights give the same samples")
         if any(len({len(tokens) for tokens, _ in group}) == 1 for group in self._samples[0]):
-            raise BrokenPromise("premise: expected samples of several lengths in a group, found one")
+            raise BrokenPromise("premise: all samples of a group have the same length")
 
     def samples(self, version: int) -> Bits:
         return self._samples[version % 2]
@@ -123,8 +128,8 @@ class Expected:
 
 @dataclass
 class Numbers:
-    """What the rounds came to. `hit`: those in which the moment was not over when something was killed. `told`: how
-    often an error said what waiting does not heal.
+    """Counts over the rounds. `hit`: rounds in which the kill came before the moment was over. `told`: number of errors
+    about problems that waiting does not solve.
     """
 
     rounds: int = 0
@@ -135,7 +140,7 @@ class Numbers:
 
 
 class _BackgroundCall:
-    """Something that runs on a thread. `errors`: what it raised."""
+    """A call on a thread. `errors`: the exception that it raised."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.errors: list[BaseException] = []
@@ -154,7 +159,7 @@ class _BackgroundCall:
         return self._thread.is_alive()
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Raise what it raised."""
+        """Wait for the call's end, calling `meanwhile`, and raise the call's exception."""
         while self.is_alive:
             self._thread.join(0.2)
             meanwhile()
@@ -187,8 +192,9 @@ class _Other:
 
 
 class Campaign:
-    """A fleet of `model`, whose file is `file`, beside which it works. `seed` chooses which worker is killed, when.
-    `settings`: of the workers, beside `SETTINGS`.
+    """A fleet of `model` and the client and trainer that work on it. `file`: the fleet's file.
+
+    `seed`: determines which worker is killed, and when. `settings`: settings of the workers, besides `SETTINGS`.
     """
 
     def __init__(self, model: Path, file: Path, seed: int, **settings: Any) -> None:
@@ -212,20 +218,18 @@ class Campaign:
         self._work.push(self.version, "shared")
         self._normal = _processes(file)
         if self._normal - self._before != Counter(worker=NUM_WORKERS, actor=NUM_WORKERS) + self._of_the_cluster():
-            raise BrokenPromise(
-                f"premise: expected the processes of a fleet, found {self._normal} after {self._before}"
-            )
+            raise BrokenPromise(f"premise: a fleet has processes {self._normal}, before it {self._before}")
 
     def _of_the_cluster(self) -> Counter[str]:
         return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
 
     def _leave_old_push(self) -> None:
-        """What an earlier run has left, and a push by disk removes."""
+        """Leave a push by disk in the folder, as an earlier run could. A push by disk removes it."""
         if not list(self._folder.glob("version-900-*")):
             write_old_push(self._folder, self._model, f"{self._random.getrandbits(128):032x}")
 
     def close(self) -> None:
-        """End the fleet; nothing of it may remain."""
+        """Close the fleet. Raise BrokenPromise if anything of it remains."""
         self._work.close()
         self.fleet.close()
         self._check_left(self._before)
@@ -233,7 +237,7 @@ class Campaign:
     def run(
         self, rounds: Iterable[tuple[str, str]], on_round: Callable[[Numbers], None] = lambda numbers: None
     ) -> None:
-        """`rounds`: what is killed, and at which moment. Raise BrokenPromise for the first one that finds one."""
+        """Run rounds of (victim, moment). Raise BrokenPromise for the first round that breaks a promise."""
         for victim, moment in rounds:
             transport = self._random.choices(TRANSPORTS, (3, 1, 1))[0]
             what = f"{moment}, {victim} killed" + (f", {transport}" if MOMENTS[moment] == "push" else "")
@@ -253,7 +257,7 @@ class Campaign:
         self._leave_old_push()
         self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
         self._done = done
-        self._served = {self.version, self.version + (done == "push")}  # the other client may push, too
+        self._served = {self.version, self.version + (done == "push")}  # the other client may push this version
         meanwhile = None if done in ("generate", "stream", "score") else _BackgroundCall(self._generate_any)
         other = self._start_other(moment, done, transport) if victim == "client" else None
         work = None if other and done != "scale" else _BackgroundCall(lambda: self._do(done))
@@ -266,7 +270,7 @@ class Campaign:
         if work is not None:
             work.wait(self._restore if done != "push" else lambda: None)
         elif done == "push":
-            self._push()  # as its trainer does, once it was started anew
+            self._push()  # as the trainer does after its restart
         if victim == "folder":
             self._check_told(lost)
         self._settle(lost, meanwhile)
@@ -281,7 +285,7 @@ class Campaign:
         self._moments.put(moment)
 
     def _wait_for(self, moment: str) -> bool:
-        """Wait until some time in the moment; returns whether it lasts."""
+        """Wait for a random point in the moment. Return whether the moment still lasts then."""
         while (found := self._next_moment()) != moment:
             if found is None:
                 return False
@@ -294,10 +298,10 @@ class Campaign:
         for _ in _ticks(WHOLE_SECONDS):
             with suppress(queue.Empty):
                 return self._moments.get(timeout=TICK_SECONDS)
-        raise BrokenPromise("expected a moment to begin, found none")
+        raise BrokenPromise("no moment began")
 
     def _kill(self, victim: str, other: _Other | None) -> list[int]:
-        """Returns the processes of workers and actors that are to be replaced."""
+        """Kill the victim. Return the pids of workers and actors that must be replaced."""
         pids = list(self.fleet.pids().values())
         self._addresses |= {member.address for member in self.fleet.members()}
         if other is not None:
@@ -316,16 +320,16 @@ class Campaign:
         if victim == "folder":
             self._spoil()
         actor, worker = self._random.choice(pids)
-        with suppress(ProcessLookupError):  # it was to leave, and just has
+        with suppress(ProcessLookupError):  # it was leaving the fleet and has just ended
             os.kill(actor if victim == "actor" else worker, 9)
         return [actor, worker]
 
     def _spoil(self) -> None:
-        """From now on no worker can write its weights for another one."""
+        """Keep workers from writing their weights for other workers from now on."""
         joins = self._folder / "joins"
         while not joins.is_file():
             shutil.rmtree(joins, ignore_errors=True)
-            with suppress(OSError):  # one is being written there
+            with suppress(OSError):  # a worker is writing there
                 joins.write_text("")
 
     def _mend(self) -> None:
@@ -334,7 +338,7 @@ class Campaign:
             joins.unlink()
             joins.mkdir(exist_ok=True)
 
-    # What is done meanwhile.
+    # Work during the kill.
 
     def _do(self, done: str) -> None:
         try:
@@ -346,16 +350,16 @@ class Campaign:
         check_samples(self._work.generate(self.version), {self.version}, self._expected.samples)
 
     def _generate_any(self) -> None:
-        """Under the weights that are served, or those that a push brings."""
+        """Generate under the served weights, or under those that a push brings."""
         check_samples(self._work.samples(), self._served, self._expected.samples)
 
     def _stream(self) -> None:
         if self._work.stream(self.version) != self._expected.samples(self.version):
-            raise BrokenPromise("found other samples than without failures")
+            raise BrokenPromise("the samples differ from those without failures")
 
     def _score(self) -> None:
         if self._work.score(self.version) != self._expected.scores(self.version):
-            raise BrokenPromise("found other scores than without failures")
+            raise BrokenPromise("the scores differ from those without failures")
 
     def _push(self) -> None:
         with self._pushing:
@@ -367,7 +371,7 @@ class Campaign:
         self._until_there(self._work.sleep, (WorkerLostError,))
 
     def _scale(self) -> None:
-        """With pushes while a worker joins, which none may serve the weights before."""
+        """Scale up and down. Push while the worker joins: it must never serve the weights before these pushes."""
         self._begin("grow")
         growing = _BackgroundCall(lambda: self._scale_to(NUM_WORKERS + 1))
         while growing.is_alive:
@@ -378,7 +382,7 @@ class Campaign:
         self._scale_to(NUM_WORKERS)
 
     def _scale_to(self, num_workers: int) -> None:
-        """Mend or wait for what an error tells of, and call it again."""
+        """Scale the fleet. After an error mend the folder or wait, and retry."""
         for _ in _ticks(WHOLE_SECONDS):
             try:
                 return self.fleet.scale(num_workers)
@@ -388,7 +392,7 @@ class Campaign:
             except IllegalStateError as error:
                 self._note_loss(error)
                 time.sleep(TICK_SECONDS)
-        raise BrokenPromise("expected workers that serve, found none")
+        raise BrokenPromise("no worker serves")
 
     def _note_refusal(self, error: PushError) -> None:
         if self._victim != "folder" or "weights_folder: cannot create" not in str(error):
@@ -401,7 +405,7 @@ class Campaign:
         self.numbers.told["all"] += 1
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
-        """Again, where all workers were killed: then nobody was there."""
+        """Run `action`. Retry only where all workers were killed, because then none was there."""
         for _ in _ticks(WHOLE_SECONDS):
             try:
                 return action()
@@ -409,10 +413,10 @@ class Campaign:
                 if self._victim not in LOSE_ALL:
                     raise
                 time.sleep(TICK_SECONDS)
-        raise BrokenPromise("expected workers that are there again, found none")
+        raise BrokenPromise("no worker came back")
 
     def _restore(self) -> None:
-        """If all that had the weights were killed, the trainer brings them again."""
+        """Push the weights again if all workers that had them were killed."""
         members = self.fleet.members()
         if self._victim in LOSE_ALL and members and all(member.standing == "joining" for member in members):
             if self._done != "scale":
@@ -420,14 +424,15 @@ class Campaign:
                     self.fleet.scale(NUM_WORKERS)
                 except IllegalStateError as error:
                     self._note_loss(error)
-            with self._pushing, suppress(PushError, ConfigError):  # one is not there yet
+            with self._pushing, suppress(PushError, ConfigError):  # a worker is not there yet
                 self._work.push(self.version, self._transport)
 
-    # What must hold.
+    # Checks after a round.
 
     def _check_told(self, lost: list[int]) -> None:
-        """A worker that cannot get its weights is told of, and gets them once the folder is mended. It may have got
-        them from the folder of a push by disk.
+        """Wait until the fleet reports a worker that cannot get its weights, and mend the folder so that it can.
+
+        The worker may also have got its weights from the folder of a push by disk.
         """
         for _ in _ticks(WHOLE_SECONDS):
             if not (self._folder / "joins").is_file() or self._is_whole(lost):
@@ -439,21 +444,21 @@ class Campaign:
         self._mend()
 
     def _settle(self, lost: list[int], meanwhile: _BackgroundCall | None) -> None:
-        """The fleet comes back, with all weights, and everything works."""
+        """Wait until the fleet is whole and has all weights, then check that everything works."""
         for _ in _ticks(WHOLE_SECONDS):
             if self._is_whole(lost):
                 break
             self._restore()
             time.sleep(TICK_SECONDS)
         else:
-            raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
+            raise BrokenPromise(f"the fleet is not whole: {self.fleet.members()}")
         if meanwhile is not None:
             meanwhile.wait()
         self._generate()
         self._check_left(self._normal)
 
     def _is_whole(self, lost: list[int]) -> bool:
-        """Whether all were replaced that were lost, and all serve the version of the last push."""
+        """Return whether all lost processes were replaced, and all workers serve the version of the last push."""
         if self.fleet.num_serving != NUM_WORKERS or any(
             pid in pids for pids in self.fleet.pids().values() for pid in lost
         ):
@@ -461,18 +466,18 @@ class Campaign:
         try:
             healths = self._work.client.healths().values()
             if any(health.state == "asleep" for health in healths):
-                self._work.client.wake_up()  # whoever had them sleep was killed
+                self._work.client.wake_up()  # the client that had put them to sleep was killed
         except TruerollError:
             return False
         return [(health.state, health.weight_version) for health in healths] == [("ready", self.version)] * NUM_WORKERS
 
     def _check_left(self, processes: Counter[str]) -> None:
-        """As many processes as there should be, and nothing on disk of those that have ended."""
+        """Check that the expected processes run, and that ended processes left no files."""
         for _ in _ticks(LEFT_SECONDS):
             if (found := _processes(self._file)) == processes and not self._files_left():
                 return
             time.sleep(TICK_SECONDS)
-        raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
+        raise BrokenPromise(f"processes {found}, not {processes}; files left: {self._files_left()}")
 
     def _files_left(self) -> list[Path]:
         there = {member.address for member in self.fleet.members()}
@@ -482,12 +487,14 @@ class Campaign:
 
 
 def _ticks(seconds: float) -> Iterator[None]:
-    """For each of `TICK_SECONDS`, which whoever takes one waits: so no time counts that this process was stopped."""
+    """Yield once per `TICK_SECONDS`. The caller does the waiting, so that time in which this process was stopped does
+    not count.
+    """
     yield from (None for _ in range(int(seconds / TICK_SECONDS)))
 
 
 def _processes(file: Path) -> Counter[str]:
-    """How many of each kind run that were started under this process, whoever has adopted them since."""
+    """Count, by kind, the processes started under this process, even if another process has adopted them."""
     mark = f"TRUEROLL_CHAOS={file}".encode()
     return Counter(kind for process in psutil.process_iter() if (kind := _kind(process, mark)) is not None)
 

@@ -1,4 +1,4 @@
-"""The campaign by hand: `.venv/bin/python -P tests/chaos/run.py --rounds 200`. Exits with 1 if a promise was broken."""
+"""Runs a campaign by hand: `.venv/bin/python -P tests/chaos/run.py --rounds 200`. Exits with 1 on a broken promise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a client of a fleet does in a round, and the moments of it at which something is killed.
+"""The work of a fleet's client in a round, and the moments in it at which something is killed.
 
-As a program it is a client in a process of its own, which does one thing, says the moments of that as they begin, and
-then waits until it is killed.
+As a program this module is a client in a process of its own. It does one piece of work, prints the moments as they
+begin, and then waits until it is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bits = list[list[tuple[tuple[int, ...], bytes]]]
 SEED = 11
 PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 17)]
 PARAMS = SamplingParams(n=4, max_tokens=900, ignore_eos=True, stop_token_ids=(3, 4), temperature=1.5)
-"""So that the samples of a group end one after the other."""
+"""Chosen so that the samples of a group end at different steps."""
 SEQUENCES = [[(7 * i + 3 * j) % 500 + 3 for j in range(600)] for i in range(16)]
 MOMENTS = dict(
     generate="generate",
@@ -46,27 +46,27 @@ MOMENTS = dict(
     grow="scale",
     shrink="scale",
 )
-"""Of what each moment is a part."""
+"""For each moment, the work that it belongs to."""
 TRANSPORTS = ("shared", "collective", "disk")
 _CALLS = dict(begin_push="begin", stage_bucket="stage", verify_push="verify", commit_push="commit")
 _MEMORY = "memory "
 ROOM_SECONDS, ROOM_LOOKS = 0.1, 3000
-"""How long a client waits before it asks full workers again, and how often it does."""
+"""Seconds that a client waits before it retries on full workers, and the maximum number of tries."""
 T = TypeVar("T")
 
 
 class BrokenPromise(Exception):
-    """What a round has found."""
+    """A promise that a round found broken."""
 
 
 def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Two sets, of which the versions take turns, both others than those of the model in `folder`."""
+    """Return two sets of weights, which versions use in turn. Both differ from the weights of the model in `folder`."""
     own = load_file(folder / "model.safetensors")
     return [{name: tensor * factor for name, tensor in own.items()} for factor in (1.125, 1.25)]
 
 
 def write_old_push(parent: Path, model: Path, push_id: str) -> Path:
-    """A folder as a push by disk of an earlier run left it, of version 900 with the weights of the model in `model`."""
+    """Make the folder of an earlier run's push by disk: version 900, with the weights of the model in `model`."""
     tensors = load_file(model / "model.safetensors")
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -77,7 +77,7 @@ def write_old_push(parent: Path, model: Path, push_id: str) -> Path:
 
 
 def bits(groups: list[Group]) -> Bits:
-    """Tokens and log-probs of each sample of each group."""
+    """Return tokens and log-probs of each sample of each group."""
     return [[_bits_of(sample) for sample in group.samples] for group in groups]
 
 
@@ -87,8 +87,9 @@ def _bits_of(sample: SampleOutput) -> tuple[tuple[int, ...], bytes]:
 
 
 class Work:
-    """A client and a trainer of a fleet. `at` is told each moment of what they do as it begins, on their thread.
-    `pushes`: the folder of those by disk.
+    """A client and a trainer of a fleet.
+
+    `at`: called with each moment as it begins, on the working thread. `pushes`: folder of pushes by disk.
     """
 
     def __init__(self, fleet: FleetArg, model: Path, pushes: Path, at: Callable[[str], None]) -> None:
@@ -112,11 +113,11 @@ class Work:
         return self.samples(version)
 
     def samples(self, version: int | None = None) -> list[Group]:
-        """Without a version: of whichever the fleet serves."""
+        """Generate under the weights of `version`, or under any weights that the fleet serves."""
         return taken(lambda: self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version))
 
     def stream(self, version: int) -> Bits:
-        """All samples, put together from their pieces. Raise BrokenPromise if one is there twice, or pieces miss."""
+        """Return all samples, joined from their pieces. Raise BrokenPromise if a sample comes twice or lacks pieces."""
         self.at("stream")
         return taken(lambda: self._streamed(version))
 
@@ -126,7 +127,7 @@ class Work:
         for position, got in self.client.stream(PROMPTS, PARAMS, deltas=True, seed=SEED, min_weight_version=version):
             place = position, got.index
             if place in samples:
-                raise BrokenPromise(f"expected nothing more of sample {place}, found {got!r:.200}")
+                raise BrokenPromise(f"sample {place} was complete, but more came: {got!r:.200}")
             if isinstance(got, SampleDelta):
                 _add(pieces.setdefault(place, []), got)
             else:
@@ -139,7 +140,7 @@ class Work:
         return [score.logprobs.tobytes() for score in scores]
 
     def push(self, version: int, transport: str) -> None:
-        if transport == "disk":  # which writes before it begins
+        if transport == "disk":  # a push by disk writes the weights before `begin_push`
             self.at("stage")
         with _calls_told(self.at):
             self._publishers[transport].push(self._sets[version % 2], version, allow_older=True)
@@ -152,36 +153,36 @@ class Work:
 
 
 def taken(call: Callable[[], T]) -> T:
-    """What a call returns, made again while workers are full, as they may be of others' requests."""
+    """Return the result of a call. Retry while workers are full, possibly of other clients' requests."""
     for _ in range(ROOM_LOOKS):
         try:
             return call()
         except QueueFullError:
             time.sleep(ROOM_SECONDS)
-    raise BrokenPromise("expected workers that have room at some time, found them full")
+    raise BrokenPromise("the workers stayed full")
 
 
 def _add(pieces: list[SampleDelta], piece: SampleDelta) -> None:
     if piece.start == 0:
         pieces.clear()
     if piece.start != sum(len(each.token_ids) for each in pieces):
-        raise BrokenPromise(f"expected a piece that begins where the one before ended, found {piece!r:.200}")
+        raise BrokenPromise(f"a piece does not begin where the one before ended: {piece!r:.200}")
     pieces.append(piece)
 
 
 def _whole(pieces: Any, samples: dict[Any, SampleOutput], place: tuple[int, int]) -> tuple[tuple[int, ...], bytes]:
     if place not in samples:
-        raise BrokenPromise(f"expected sample {place}, found none")
+        raise BrokenPromise(f"sample {place} did not arrive")
     found = pieces.get(place, [])
     joined = tuple(id for piece in found for id in piece.token_ids), b"".join(p.logprobs.tobytes() for p in found)
     if joined != _bits_of(samples[place]):
-        raise BrokenPromise(f"expected pieces that are sample {place}, found others")
+        raise BrokenPromise(f"the pieces of sample {place} differ from the sample")
     return joined
 
 
 @contextmanager
 def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
-    """Tell the phases of pushes of this thread. (Workers that join get pushes too, on other threads.)"""
+    """Report the phases of pushes on this thread. Workers that join get pushes too, but on other threads."""
     thread, ask, ask_all = threading.get_ident(), WorkerClients.ask, WorkerClients.ask_all
 
     def tell(calls: Any) -> None:
@@ -206,7 +207,7 @@ def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
 
 
 def tell_memory(tell: Callable[[str], None]) -> None:
-    """Tell the name of all shared memory that this process makes from now on."""
+    """Report the name of all shared memory that this process makes from now on."""
     make = SharedSlots.__init__
 
     def told(slots: SharedSlots, *args: Any) -> None:
@@ -217,12 +218,12 @@ def tell_memory(tell: Callable[[str], None]) -> None:
 
 
 def command(file: Path, model: Path, pushes: Path, moment: str, version: int, transport: str) -> list[str]:
-    """Of a client that does what has this moment. `version`: that the fleet serves."""
+    """Return the command of a client that does the work of `moment`. `version`: the version that the fleet serves."""
     return [sys.executable, "-P", __file__, str(file), str(model), str(pushes), moment, str(version), transport]
 
 
 def read_moment(line: str, on_memory: Callable[[str], None]) -> str | None:
-    """The moment that a client tells of in a line."""
+    """Return the moment in a line that a client printed. Pass names of shared memory to `on_memory`."""
     if line.startswith(_MEMORY):
         on_memory(line.removeprefix(_MEMORY).strip())
         return None
@@ -245,7 +246,7 @@ def main() -> None:
         else:
             getattr(work, "generate" if done == "scale" else done)(int(version))
     except TruerollError:
-        pass  # it lost what it asked; the campaign kills it all the same
+        pass  # its requests were lost; the campaign kills this process anyway
     signal.pause()
 
 

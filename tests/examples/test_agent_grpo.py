@@ -1,5 +1,5 @@
-"""`examples/agent_grpo.py` on a tiny model: turns are only ever added, found in the cache, and trained on without a
-mismatch.
+"""`examples/agent_grpo.py` on a tiny model: conversations only grow, their turns hit the prefix cache, and the
+trainer's log-probs match the worker's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that likes three tokens: one that is a call, one that is a call of what cannot be computed, and one that
-    ends its turn. They read what the hidden states share, since all embeddings share a large element.
+    """A model that prefers three tokens: a call, a call that cannot be computed, and the end of a turn.
+
+    All embeddings share one large element, so all hidden states share it too. The three tokens read this element.
     """
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "agent", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
@@ -67,7 +68,7 @@ def worker(model: Path, forked_workers: None) -> Iterator[WorkerProcess]:
 
 
 def load(name: str) -> Any:
-    """An example as a module of its name, which the other one looks up."""
+    """Load an example as a module under its own name, because the other example imports it by that name."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -76,8 +77,10 @@ def load(name: str) -> Any:
 
 
 class Example:
-    """The example, with a worker that is there already. `steps`: the conversations of each step since the last run
-    began; `gradients`: of each micro-batch, the log-probs of all its tokens, with their gradients, and its own tokens.
+    """The example with a running worker.
+
+    `steps`: the conversations of each step since the last run began. `gradients`: per micro-batch, the log-probs of all
+    its tokens, with their gradients, and the mask of sampled tokens.
     """
 
     def __init__(self, model: Path, worker: WorkerProcess) -> None:
@@ -115,7 +118,7 @@ def example(model: Path, worker: WorkerProcess) -> Example:
     return Example(model, worker)
 
 
-def test_turns_are_found_in_the_cache_and_trained_on_without_a_mismatch(
+def test_turns_hit_the_cache_and_train_without_a_mismatch(
     example: Example, worker: WorkerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = example.run(tmp_path / "run")
@@ -132,7 +135,7 @@ def test_turns_are_found_in_the_cache_and_trained_on_without_a_mismatch(
 
 
 def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
-    """A turn finds all whole blocks of the turn before, but its last token, which nothing was computed from."""
+    """Each turn reuses all whole blocks of the previous turn. The last token is not cached: it was never an input."""
     with RolloutClient(worker.address) as client:
         engine = client.health().engine
         assert engine is not None
@@ -148,7 +151,7 @@ def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
 
 
 def check_conversation(conversation: Any) -> None:
-    """Its own tokens are those that were sampled, in their places, and the others are the environment's."""
+    """The conversation's own tokens are the sampled ones, in their places; the others are the environment's."""
     ids, is_own = torch.tensor(conversation.ids), torch.tensor(conversation.is_own)
     assert ids[is_own].tolist() == [token for turn in conversation.turns for token in turn.output.token_ids]
     for turn in conversation.turns:
@@ -161,17 +164,17 @@ def check_conversation(conversation: Any) -> None:
 
 
 def check_gradients(example: Example) -> None:
-    """Of the loss, by each token's log-prob: none for what the policy did not sample, the calculator's tokens too."""
+    """The loss has no gradient for the log-probs of tokens that the policy did not sample, such as the calculator's."""
     assert len(example.gradients) == STEPS, "premise: one micro-batch each"
     for log_probs, is_own in example.gradients:
         assert log_probs.grad is not None and (log_probs.grad[~is_own] == 0.0).all()
-        assert (log_probs[:, 1:][~is_own[:, 1:]] != 0.0).any(), "premise: those of the others were computed"
+        assert (log_probs[:, 1:][~is_own[:, 1:]] != 0.0).any(), "premise: the log-probs of the others were computed"
         trained = log_probs.grad[is_own] != 0.0
         assert trained.any()
 
 
 def test_a_killed_worker_changes_nothing(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed while the conversations of a step go on: 16 have begun, and some have asked for another turn."""
+    """The kill falls into a step: 16 conversations have begun, and some have requested another turn."""
     workers, prompts = [], []
     generate = AsyncRolloutClient.generate
 
@@ -190,12 +193,12 @@ def test_a_killed_worker_changes_nothing(example: Example, tmp_path: Path, monke
     monkeypatch.setattr(example.agent, "WORKER_TIMEOUT", 5.0)
     monkeypatch.setattr(AsyncRolloutClient, "generate", kill_once)
     example.run(tmp_path / "killed", steps=1)
-    assert len(workers) == 2 and len(prompts) > 20, "premise: there was another worker"
+    assert len(workers) == 2 and len(prompts) > 20, "premise: the worker was replaced"
     undisturbed, killed = ((tmp_path / name / "metrics.csv").read_bytes() for name in ("undisturbed", "killed"))
     assert killed == undisturbed
 
 
-def test_the_calculator_answers_everything(example: Example) -> None:
+def test_the_calculator_computes_or_reports_an_error(example: Example) -> None:
     calculate = example.agent.calculate
     good = {"37 * 24": "888", "-(1 + 2) * 3": "-9", "1/3": "0.333333", "7/2": "3.5", "0.1 + 0.2": "0.3", " 6/3 ": "2"}
     good |= {"*".join(["9" * 12] * 4): "1e+48"}

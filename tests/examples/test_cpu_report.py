@@ -1,4 +1,4 @@
-"""The report on a CPU counts what the ops did."""
+"""The CPU report counts the arithmetic and the bytes of the ops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:
 
 
 def test_attention_counts_what_a_window_sees() -> None:
-    """Of 20 tokens in blocks of 4 the last 3 are queries; with a window of 5 they see tokens 13 to 19, in 2 blocks."""
+    """The last 3 of 20 tokens, in blocks of 4, are queries. A window of 5 reads tokens 13 to 19, in 2 blocks."""
     batch = AttentionBatch([0, 3], [20], torch.arange(5)[None])
     q, cache = torch.zeros(3, 6, 16), torch.zeros(5, 4, 2, 16)
     everything = REPORT["attention_cost"](q, cache, cache, batch, 0.1, None, None, None)
@@ -46,7 +46,7 @@ def test_attention_counts_what_a_window_sees() -> None:
 
 
 def test_only_the_experts_that_rows_go_to_are_read() -> None:
-    """Three of eight, each once, whose matrices are [2 * 32, 64] and [64, 32]."""
+    """Three of eight experts are read, each once. Their matrices are [2 * 32, 64] and [64, 32]."""
     spec = ExpertsSpec(num_experts=8, top_k=2, intermediate_size=32)
     gate_up, down = torch.zeros(8 * 2 * 32, 64), torch.zeros(8 * 64, 32)
     weights = ExpertsWeights(torch.zeros(8, 64), None, gate_up, None, down, None)
@@ -56,7 +56,7 @@ def test_only_the_experts_that_rows_go_to_are_read() -> None:
 
 
 def test_a_recurrence_reads_and_writes_each_state_once() -> None:
-    """Of two sequences, with three tokens and with one, one begins: it reads no state."""
+    """Two sequences, with three tokens and with one. The one that begins reads no state."""
     spec, states = DeltaNetSpec(1, 2, 8, 16, 4, NormSpec(1e-6)), torch.zeros(5, 2, 8, 16)
     batch = StateBatch([0, 3, 4], torch.tensor([4, NO_SLOT]), torch.tensor([4, 1]))
     found = REPORT["recurrence_cost"](torch.zeros(4, spec.channels), None, None, spec, None, states, batch)

@@ -1,4 +1,4 @@
-"""The report on fleets runs, on a tiny model."""
+"""The fleet report runs on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of a fleet, small: the schedulers and caches of the engine compute all, once, whoever fails."""
+"""The fleet simulation, small: the engine's schedulers and caches compute every group once, despite failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def simulation() -> ModuleType:
     spec = importlib.util.spec_from_file_location("fleet_simulation", SIMULATION)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["fleet_simulation"] = module  # where its dataclasses look for their annotations
+    sys.modules["fleet_simulation"] = module  # its dataclasses look up their annotations here
     spec.loader.exec_module(module)
     return module
 
@@ -66,7 +66,7 @@ def test_a_run_is_the_same_each_time_and_computes_every_group_once(
 
 
 def test_workers_run_out_of_lanes_and_integrity_holds(simulation: ModuleType) -> None:
-    """A worker with more groups than it can run computes all tokens of all samples."""
+    """A worker with more groups than lanes computes all tokens of all samples."""
     workload = simulation.Workload(30, seed=0)
     worker = simulation.Worker(workload, slowness=2.0)
     for group in range(30):

@@ -1,4 +1,4 @@
-"""The check of a GPU machine runs to its end, in a rehearsal, and what is broken or skipped does not pass for kept."""
+"""The GPU check runs to its end in a rehearsal, and broken or skipped promises do not count as kept."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)  # where dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "gpu_check", module)  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def run_check(out: Path, *arguments: str, **environment: str) -> tuple[int, list[str]]:
-    """The exit code, and what is printed."""
+    """Run the check and return its exit code and the printed lines."""
     command = [sys.executable, "-P", str(SCRIPT), "--out", str(out), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=out)
     return done.returncode, done.stdout.splitlines()
@@ -46,8 +46,8 @@ def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_tests_of_a_gpu_can_be_rehearsed(check: ModuleType, tmp_path: Path) -> None:
-    """Those that take seconds, in one process. What only a GPU has is skipped, and nothing else."""
+def test_the_tests_in_tests_gpu_can_be_rehearsed(check: ModuleType, tmp_path: Path) -> None:
+    """Runs those that take seconds, in one process. Only tests that need a GPU are skipped."""
     check.lay_out(tmp_path / "site", None)
     verdict = check.Check(tmp_path, is_rehearsal=True).judge(check.Promise("all of them", 250, QUICK), "part")
     assert verdict.word == "kept" and verdict.detail.startswith("4 tests"), verdict
@@ -55,12 +55,12 @@ def test_tests_of_a_gpu_can_be_rehearsed(check: ModuleType, tmp_path: Path) -> N
 
 
 def functions_of(file: Path) -> set[str]:
-    """The tests that a file defines."""
+    """Return the names of the tests that a file defines."""
     body = ast.parse(file.read_text()).body
     return {each.name for each in body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")}
 
 
-def test_every_test_of_a_gpu_shows_a_promise(check: ModuleType) -> None:
+def test_every_test_in_tests_gpu_belongs_to_a_promise(check: ModuleType) -> None:
     defined = {path.name: functions_of(path) for path in (ROOT / check.TESTS).glob("test_*.py")}
     all_tests = {f"{name}::{test}" for name, tests in defined.items() for test in tests}
     promises = [check.MACHINE, *(promise for part in check.PARTS.values() for promise in part)]
@@ -110,18 +110,18 @@ def test_it():
 
 @pytest.fixture
 def verdicts(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is said of promises that these tests are to show."""
+    """The verdicts on promises that each consist of one of the test files above."""
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(check, "TESTS", str(tmp_path))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes most of the time
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading plugins takes most of the time
     judge = check.Check(tmp_path, is_rehearsal=False).judge
     promises = {name: check.Promise(name, 2 if "endless" in name else 60, (name,)) for name in (*TESTS, "test_no.py")}
     return {name: judge(promise, "part") for name, promise in promises.items()}
 
 
 @pytest.mark.exhaustive
-def test_only_what_was_shown_counts_as_kept(verdicts: dict[str, Any]) -> None:
+def test_only_passed_tests_count_as_kept(verdicts: dict[str, Any]) -> None:
     words = {name.removesuffix(".py"): (verdict.word, verdict.is_fine) for name, verdict in verdicts.items()}
     assert words == {
         "test_kept": ("kept", True),
@@ -136,7 +136,7 @@ def test_only_what_was_shown_counts_as_kept(verdicts: dict[str, Any]) -> None:
     assert "4.3 TB/s" in str(verdicts["test_kept.py"])
     assert "test_broken::test_it: AssertionError: a row differs" in str(verdicts["test_broken.py"])
     assert "needs patience" in str(verdicts["test_skipped.py"])
-    assert "expected its end within 2 s" in str(verdicts["test_endless.py"])
+    assert "not done within 2 s" in str(verdicts["test_endless.py"])
 
 
 def test_a_broken_promise_is_an_error(
@@ -156,13 +156,13 @@ def test_a_broken_promise_is_an_error(
         assert (tmp_path / "out" / "machine.log").read_text().count("1 passed") == 1, "logs are those of the last run"
 
 
-def test_without_a_gpu_it_stops_at_the_machine(tmp_path: Path) -> None:
+def test_without_a_gpu_the_check_stops_after_the_machine(tmp_path: Path) -> None:
     code, lines = run_check(tmp_path, "push", CUDA_VISIBLE_DEVICES="")
     assert code == 1 and lines[-1] == "1 promises, 1 broken"
     assert "needs a GPU that torch can use, found none" in "\n".join(lines)
 
 
-def test_a_package_that_is_missing_is_named(check: ModuleType, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(check: ModuleType, tmp_path: Path) -> None:
     check.lay_out(tmp_path, None)
     assert check.unmet(tmp_path) == []
     (tmp_path / "wanting-1.0.dist-info").mkdir()
@@ -173,16 +173,16 @@ def test_a_package_that_is_missing_is_named(check: ModuleType, tmp_path: Path) -
     assert missing == "no-such-package>=2 (found none)" and old.startswith("torch>=99 (found 2.")
 
 
-def test_a_folder_without_wheels_or_that_cannot_be_written_is_named(
+def test_an_unusable_wheels_or_out_folder_is_named(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "other-1.0-cp27-none-win32.whl").touch()
     out, inside_a_file = str(tmp_path / "out"), str(tmp_path / "file" / "out")
     for arguments, found in (
-        (["--out", out, "--wheels", str(tmp_path / "none")], f"a folder of wheels, found none in {tmp_path / 'none'}"),
-        (["--out", out, "--wheels", str(tmp_path)], "wheels that pip can install here, found others"),
-        (["--out", inside_a_file], "a folder that can be written, found that .*Not a directory.*; name another one"),
+        (["--out", out, "--wheels", str(tmp_path / "none")], f"{tmp_path / 'none'} has no wheels"),
+        (["--out", out, "--wheels", str(tmp_path)], "pip cannot install these wheels"),
+        (["--out", inside_a_file], "the folder cannot be written .*Not a directory.*; name another one"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
         with pytest.raises(SystemExit, match=found):
@@ -205,8 +205,8 @@ def test_it():
 """
 
 
-def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
-    """As under `timeout`."""
+def test_terminating_the_check_ends_its_processes(tmp_path: Path) -> None:
+    """SIGTERM is what `timeout` sends."""
     (tmp_path / "test_told.py").write_text(TOLD)
     path = os.pathsep.join((str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")))
     ended = subprocess.Popen([sys.executable, "-P", "-c", ENDED, str(tmp_path)], env=os.environ | {"PYTHONPATH": path})

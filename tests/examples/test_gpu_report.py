@@ -1,4 +1,4 @@
-"""The report on a GPU counts right, compares like with like, and goes on after a failure; all of it without a GPU."""
+"""The GPU report counts correctly, compares equal work, and continues after a failure; tested without a GPU."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_report", module)  # where dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "gpu_report", module)  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_the_report_exits_with_an_error() -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-P", str(REPORT)], capture_output=True, text=True, env=hidden, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("expected a GPU that torch can use, found none (torch 2.")
+    assert done.stderr.startswith("no usable GPU found (torch 2.")
 
 
 def test_the_arithmetic_of_products_and_attention(report: ModuleType) -> None:
     assert report.product_cost(3, 5, 7) == (2 * 3 * 5 * 7, 2 * (5 * 7 + 3 * 7 + 3 * 5))
-    one_token = 4 * 28 * 128  # a score and a weighted value: 128 multiplications and additions each
+    one_token = 4 * 28 * 128  # per head a score and a weighted value: 128 multiplications and additions each
     assert report.attention_cost(2, 1, 100)[0] == 2 * 100 * one_token
     assert report.attention_cost(1, 4, 4)[0] == (1 + 2 + 3 + 4) * one_token
     assert report.attention_cost(1, 2, 5)[0] == (4 + 5) * one_token
@@ -78,7 +78,7 @@ def test_rows_are_arithmetic_on_timings(report: ModuleType) -> None:
     assert (row["of SDPA"], row["of limit"]) == pytest.approx((0.5, num_bytes / 1e12 / 1e-3))
 
 
-def test_goals(report: ModuleType) -> None:
+def test_the_goals_of_products(report: ModuleType) -> None:
     machine = report.Machine("fake", bandwidth=1e12, arithmetic=1e14)
 
     def product(rows: int, of_memory: float, of_cublas: float) -> Any:
@@ -97,7 +97,7 @@ def test_goals(report: ModuleType) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.03)])
-def test_the_system_it_compares_with_computes_the_same_step(
+def test_the_torch_ops_compute_the_same_step(
     report: ModuleType, tmp_path: Path, family: str, dtype: str, bound: float
 ) -> None:
     folder = make_tiny_model(family, tmp_path, dtype)
@@ -109,7 +109,7 @@ def test_the_system_it_compares_with_computes_the_same_step(
     assert best.isfinite().all() and (torch_best - best).abs().max() < 30 * bound
 
 
-def test_prefill_of_the_system_it_compares_with(report: ModuleType) -> None:
+def test_the_torch_ops_compute_the_same_prefill(report: ModuleType) -> None:
     batch = report.batch_of(2, 48, 48, "cpu")
     q, k, v = torch.randn(96, 4, 16), torch.randn(6, 16, 2, 16), torch.randn(6, 16, 2, 16)
     found = report.dense_attention(q, k, v, batch, 0.25)
@@ -118,7 +118,7 @@ def test_prefill_of_the_system_it_compares_with(report: ModuleType) -> None:
 
 @pytest.fixture
 def on_a_cpu(report: ModuleType, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The report with sizes for a CPU, the reference kernels, and a clock that stands still."""
+    """The report with sizes for a CPU, the reference kernels, and a stopped clock."""
 
     def seconds_of(calls: list[Callable[[], object]]) -> float:
         for call in calls[:3]:
@@ -160,7 +160,7 @@ def test_every_section_is_measured_and_written(
     assert [(row["sequences"], row["prompt"]) for row in serving] == [(8, 16), (3, 37)]
 
 
-def test_steps_that_fail_leave_the_model_to_its_own_ops(on_a_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_restores_the_ops_of_the_model(on_a_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         assert on_a_cpu.load(on_a_cpu.CONFIG).model.ops is not reference, "the other system ran last"
         raise RuntimeError
@@ -171,7 +171,7 @@ def test_steps_that_fail_leave_the_model_to_its_own_ops(on_a_cpu: ModuleType, mo
     assert on_a_cpu.load(on_a_cpu.CONFIG).model.ops is reference
 
 
-def test_a_section_that_fails_does_not_end_the_others(
+def test_a_failed_section_does_not_stop_the_others(
     on_a_cpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(ops: Any, machine: Any) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`examples/grpo.py` on a tiny model: a run is the same to the bit, also if its worker or the trainer is killed."""
+"""`examples/grpo.py` on a tiny model: runs are equal to the bit, even if the worker or the trainer is killed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ COLUMNS += ["grad_norm"]
 
 @pytest.fixture(scope="module")
 def worker(model: Path, forked_workers: None) -> Iterator[WorkerProcess]:
-    """For all runs in this process in which it lives. Each pushes its own weights before it asks for anything."""
+    """One worker for all in-process runs of this module. Each run pushes its own weights before its first request."""
     with launch_worker(str(model), **SETTINGS) as worker:
         yield worker
 
 
 @pytest.fixture(scope="module")
 def grpo(model: Path, worker: WorkerProcess) -> Any:
-    """The example, with a worker that is there already."""
+    """The example with a running worker."""
 
     def lend(folder: str, **settings: Any) -> AbstractContextManager[WorkerProcess]:
         assert (folder, settings) == (str(model), SETTINGS)
@@ -55,7 +55,7 @@ def grpo(model: Path, worker: WorkerProcess) -> Any:
     spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
-    sys.modules["grpo"] = module  # dataclasses look their module up
+    sys.modules["grpo"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     module.WORKER_TIMEOUT, module.launch_worker = 5.0, lend
     return module
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(grpo: Any, model: Path) -> Run:
-    """Runs the example in this process, and returns the rows of its metrics."""
+    """A function that runs the example in this process and returns the rows of its metrics."""
 
     def run(folder: Path, *, steps: int = STEPS, **settings: Any) -> list[dict[str, str]]:
         defaults: dict[str, Any] = dict(seed=1, prompts=2, unaligned=False, staleness=0, sleep=0, resume=False)
@@ -80,7 +80,7 @@ def run(grpo: Any, model: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The metrics of a run. It trains: at every step some group has different rewards, so there is a gradient."""
+    """The metrics of a run. It trains: at each step some group has different rewards, so there is a gradient."""
     folder = tmp_path_factory.mktemp("undisturbed")
     rows = run(folder)
     assert len(rows) == STEPS and all(float(row["grad_norm"]) > 0 for row in rows)
@@ -117,7 +117,7 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
 def test_an_adapter_is_trained_and_pushed_alone(
     run: Run, grpo: Any, model: Path, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a worker that serves its checkpoint, also when the run begins again."""
+    """Only adapters are pushed, onto the checkpoint that the worker serves, even when the run starts again."""
     pushed, push = [], WeightPublisher.push
 
     def noted(self: WeightPublisher, *arguments: Any, **options: Any) -> Any:
@@ -134,7 +134,7 @@ def test_an_adapter_is_trained_and_pushed_alone(
     assert pushed == [True] * 2 * (STEPS + 1)
     metrics = [(tmp_path / folder / "metrics.csv").read_bytes() for folder in ("first", "again")]
     assert metrics[0] == metrics[1] != undisturbed
-    with pytest.raises(typer.BadParameter, match="--lora: expected --sleep 0 or 1"):
+    with pytest.raises(typer.BadParameter, match="--lora needs --fsdp 1 and --sleep 0 or 1"):
         run(tmp_path, lora=4, sleep=2)
 
 
@@ -150,7 +150,7 @@ def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> No
 
 
 def check_diagnostics(rows: list[dict[str, str]]) -> None:
-    """Of samples that are not of the trainer's own policy."""
+    """Check the diagnostics of samples from another policy than the trainer's."""
     for row in rows:
         assert float(row["k1"]) != 0.0 and float(row["k2"]) > 0.0 and float(row["k3"]) > 0.0
         assert float(row["largest_ratio"]) > 1.0 and float(row["perplexity_gap"]) != 0.0
@@ -170,12 +170,14 @@ def test_a_mixture_of_experts_trains_without_a_mismatch(
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
     trained = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
-    assert trained == before.keys()  # the router and every expert's stack too
+    assert trained == before.keys()  # including the router and the stacks of all experts
 
 
 class WorkerKiller:
-    """Kills the worker of a run once, in the midst of the `nth` call of a function: it is stopped before that sends
-    anything, so that it cannot answer, and killed a moment later. `pids`: of all workers of the run.
+    """Kills the worker of a run once, during the `nth` call of a function.
+
+    The worker is stopped before the call sends anything, so it cannot answer, and killed a moment later. `pids`: of all
+    workers of the run.
     """
 
     def __init__(self, grpo: Any, patch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
@@ -228,12 +230,12 @@ def test_workers_that_all_die_end_the_run(run: Run, grpo: Any, tmp_path: Path, m
         raise WorkerFailedError("worker: ended")
 
     monkeypatch.setattr(grpo, "launch_worker", launch)
-    with pytest.raises(WorkerLostError, match="three that died"):
+    with pytest.raises(WorkerLostError, match="three workers in a row were lost"):
         run(tmp_path)
 
 
 def check_stale(rows: list[dict[str, str]]) -> None:
-    """Each batch but the first was begun under the weights before those that it trained."""
+    """Check that each batch but the first was begun under the weights before those that it trained."""
     assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
     for step, row in enumerate(rows[1:], 1):
         assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
@@ -257,7 +259,7 @@ def test_a_worker_killed_while_generating_in_the_background_is_replaced(
 
 
 def test_a_killed_trainer_resumes(run: Run, model: Path, tmp_path: Path) -> None:
-    """It is killed after a checkpoint. The last line of its metrics is torn here, as by a kill in the midst of it."""
+    """The trainer is killed after a checkpoint. The test tears the last line of the metrics, as a kill could."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     metrics = killed / "metrics.csv"
     command = [sys.executable, str(EXAMPLE), "--out", str(killed), "--model", str(model), "--prompts", "2"]
@@ -280,7 +282,7 @@ def test_a_killed_trainer_resumes(run: Run, model: Path, tmp_path: Path) -> None
 
 def test_only_a_run_with_the_same_settings_resumes(run: Run, undisturbed: bytes, tmp_path: Path) -> None:
     run(tmp_path, steps=1)
-    with pytest.raises(typer.BadParameter, match="without a run"):
+    with pytest.raises(typer.BadParameter, match="already exists; add --resume"):
         run(tmp_path)
     with pytest.raises(typer.BadParameter, match="'seed': 1.*'seed': 2"):
         run(tmp_path, seed=2, resume=True)
@@ -295,8 +297,9 @@ def test_a_worker_that_generates_all_the_time_cannot_sleep(run: Run, tmp_path: P
 
 @pytest.mark.parametrize(("shift", "advantage"), [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)])
 def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: float, advantage: float) -> None:
-    """Where the ratio has gone too far in the direction of the advantage already, there is no gradient. Where it has
-    gone too far in the other one, it counts as the cap.
+    """The gradient vanishes where the ratio is already past the clip in the direction of the advantage.
+
+    Past the clip in the other direction, the ratio counts as the cap.
     """
     trainer = grpo.Trainer(model, is_aligned=True, staleness=1)
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
@@ -319,7 +322,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 examples, address, model, out = sys.argv[1:]
-sys.path.append(examples)  # rank 1 gets it, too
+sys.path.append(examples)  # rank 1 inherits it
 import grpo
 
 grpo.launch_worker = lambda *_, **__: nullcontext(SimpleNamespace(address=address))
@@ -330,9 +333,10 @@ for folder, steps, fsdp in (("whole", 2, 2), ("parts", 1, 2), ("parts", 2, 2), (
 
 @pytest.mark.exhaustive
 def test_two_ranks_train_the_same_twice(tmp_path: Path, forked_workers: None) -> None:
-    """Also when they resume. They share the weights of a model whose head is its embedding, and take the steps of one
-    process, but for rounding. One process starts all runs, and one worker serves them, since starts take most of the
-    time.
+    """Two ranks get the same results twice, even when they resume, and those of one process up to rounding.
+
+    The ranks share the weights of a model with tied embeddings. One process starts all runs and one worker serves them,
+    because starts take most of the time.
     """
     model = make_tiny_model("qwen3", tmp_path / "model", dtype="bfloat16")
     with launch_worker(str(model), **SETTINGS) as worker:

@@ -1,4 +1,4 @@
-"""The report on HTTP runs, on a tiny model: it checks bits and answers itself."""
+"""The HTTP report runs on a tiny model. It checks bits and answers itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("http_report", REPORT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "http_report", module)  # where its dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "http_report", module)  # its dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""The report on pushes and sleeps runs, on a tiny model."""
+"""The report on pushes and sleeps runs on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes run on a tiny model and print what they prove. Their assertions are their own; here are the premises."""
+"""The recipes run on a tiny model. Each recipe asserts its own claims; these tests check their premises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Run: TypeAlias = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that often ends its turn, with a token of its chat template, or the sequence, with another."""
+    """A model that often ends its turn with the template's token, or its sequence with another token."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "chat", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][[END_OF_SEQUENCE, END_OF_TURN]] *= 5.0
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(model: Path, forked_workers: None) -> Iterator[list[WorkerProcess]]:
-    """Two that serve the weights of the folder, for all recipes that let their workers live."""
+    """Two workers with the weights of the folder, for all recipes that do not kill their workers."""
     with ExitStack() as stack:
         yield [stack.enter_context(launch_worker(str(model), **SETTINGS)) for _ in range(2)]
 
@@ -62,7 +62,7 @@ def lent(worker: WorkerProcess, model: Path) -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def run_with_own_workers(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a recipe in this process, and returns what it and its children print."""
+    """A function that runs a recipe in this process and returns what the recipe and its children print."""
 
     def run(name: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, str(model)])
@@ -74,7 +74,7 @@ def run_with_own_workers(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
 
 @pytest.fixture
 def run(run_with_own_workers: Run, workers: list[WorkerProcess], model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The same with workers that are there already."""
+    """The same as `run_with_own_workers`, with running workers."""
 
     def launch(folder: str, **settings: Any) -> AbstractContextManager[WorkerProcess]:
         assert folder == str(model) and settings.items() <= SETTINGS.items()
@@ -91,14 +91,14 @@ def numbers(pattern: str, text: str) -> list[int]:
     return list(map(int, found.groups()))
 
 
-def test_a_chat_ends_where_its_template_says(run: Run) -> None:
+def test_a_chat_sample_stops_at_the_end_of_turn_of_the_template(run: Run) -> None:
     text = run("chat")
     assert f"token {END_OF_TURN}; the model's own: ({END_OF_SEQUENCE},)" in text
     assert f"stop, stop_reason {END_OF_TURN}:" in text
 
 
 def test_seeds(model: Path) -> None:
-    """By its command, as the page has it."""
+    """Runs the recipe by the command on the page."""
     command = [sys.executable, "examples/recipes/seeds.py", str(model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -106,13 +106,13 @@ def test_seeds(model: Path) -> None:
     assert "refused: params: with seed " in done.stdout
 
 
-def test_a_training_step_of_a_loop_of_ones_own(run: Run) -> None:
-    """Ratios of later steps are those of weights that the optimizer has changed, and the publisher pushed."""
+def test_a_custom_training_loop(run: Run) -> None:
+    """Ratios of later steps use weights that the optimizer changed and the publisher pushed."""
     text = run("grpo_step")
     rows = re.findall(r"step (\d): (\d+) own of (\d+) tokens .* all ratios 1\.0, gradient norm (\S+)", text)
     assert [int(step) for step, *_ in rows] == [0, 1, 2]
     assert all(12 <= int(own) < int(total) and float(norm) > 0.0 for _, own, total, norm in rows)
-    [changed] = numbers(r"(\d+) elements of the head are others", text)
+    [changed] = numbers(r"(\d+) elements of the head have changed", text)
     assert changed > 0
 
 
@@ -149,7 +149,7 @@ def test_a_second_worker_is_a_reference(run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_crash_of_either_side_changes_nothing(run_with_own_workers: Run) -> None:
+def test_a_killed_trainer_or_worker_does_not_change_the_samples(run_with_own_workers: Run) -> None:
     text = run_with_own_workers("recovery")
     assert "the trainer was killed: its successor joined the 2 requests and got the same samples" in text
     assert re.search(r"the worker was killed: worker: no answer from .* for 3\.0 s", text)

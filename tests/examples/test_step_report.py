@@ -1,4 +1,4 @@
-"""The report on steps without a model runs, with little cached and few that wait."""
+"""The report on steps without a model runs with a small cache and few waiting sequences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_report_times_steps_with_much_cached_and_many_that_wait(
     assert len(re.findall(r"│ \d+\.\d +│$", text, re.M)) == 2, "aborts, where some wait"
 
 
-def test_what_is_timed_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_scenario_has_the_load_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     report = load_report()
     for name, value in dict(CACHED_BLOCKS=1000, WAITING=200, RUNNING=3, STEPS=20).items():
         monkeypatch.setattr(report, name, value)

@@ -1,4 +1,4 @@
-"""The example that compares training steps runs on a tiny model, in all ways, and prints positive ratios."""
+"""The report on training steps runs on a tiny model with all options, and prints positive ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of launches on an H100: what it counts, by hand and at every number of rows."""
+"""The model of launches on an H100: its counts, checked by hand and at every number of rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layers(report: ModuleType) -> list[tuple[Any, dict[str, list[Any]]]]:
     ]
 
 
-def test_few_launches_show_all_that_the_models_have(report: ModuleType) -> None:
+def test_few_launches_cover_all_tiles_constants_and_types(report: ModuleType) -> None:
     launches, modelled = report.record(report.MODELS), report.record([report.MODELLED])
     jobs = report.chosen_jobs(launches, modelled)
     chosen = {launch for capability, launch in jobs if capability == 80}
@@ -67,7 +67,7 @@ def test_a_tile_of_keys_by_hand(report: ModuleType) -> None:
     assert halves.matrix == 2 * work.matrix and halves.l2 == work.l2
 
 
-def test_the_slowest_of_what_a_launch_needs_is_its_time(report: ModuleType) -> None:
+def test_a_launch_takes_as_long_as_its_slowest_resource(report: ModuleType) -> None:
     work = report.triton_model.Work(264, memory=H100.memory * 3e-6, l2=H100.l2 * 5e-6, matrix=H100.clock * 4e-6)
     found = report.triton_model.model(work, 2)
     assert (found.bound, found.waves) == ("L2", 1.0) and found.seconds == pytest.approx(5e-6 + H100.launch)
@@ -83,7 +83,7 @@ def test_registers_shared_memory_and_threads_bound_the_programs_of_an_sm(
     assert report.triton_model.resident(registers, shared, warps) == programs
 
 
-def test_the_keys_that_a_prompt_goes_through(report: ModuleType) -> None:
+def test_the_tiles_of_keys_of_a_prompt(report: ModuleType) -> None:
     """Two heads share a key: rows 0 to 31 are queries 0 to 15."""
     assert report.triton_model.tiles_of_keys(100, 100, group=2, rows=32, keys=64) == [1, 1, 1, 1, 2, 2, 2]
     assert report.triton_model.tiles_of_keys(1, 129, group=2, rows=32, keys=64) == [3]
@@ -102,7 +102,7 @@ def test_weights_come_from_memory_once_at_any_number_of_rows(
 
 
 def test_more_rows_never_take_fewer_bytes_from_memory(layers: list[tuple[Any, dict[str, list[Any]]]]) -> None:
-    """As long as one tile takes all; later some weights have no parts to store any more."""
+    """Checked while one tile takes all rows. With more rows some weights have no parts to store."""
     decodes = [ops for step, ops in layers if sum(step.queries) == len(step.queries) <= 320]
     assert len(decodes) > 10
     for fewer, more in pairwise(decodes):
@@ -125,10 +125,10 @@ def test_the_bytes_of_a_step_by_hand(report: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("rows", [64, 128, 256, 512])
-def test_one_more_row_is_no_cliff(
+def test_one_more_row_takes_little_more_time(
     report: ModuleType, layers: list[tuple[Any, dict[str, list[Any]]]], rows: int
 ) -> None:
-    """A layer takes at most 1.15 times as long by the model, with two programs on each SM."""
+    """By the model, with two programs on each SM, one more row takes a layer at most 1.15 times as long."""
     found = {sum(step.queries): ops for step, ops in layers if sum(step.queries) == len(step.queries)}
     times = [
         sum(

@@ -1,7 +1,7 @@
-"""Clients that attack a worker, and the account of what it owes them.
+"""Clients that attack a worker, and the record of the replies that the worker owes them.
 
-An `Attacker` stays connected and counts: everything that it sends but an `ack` is owed exactly one terminal reply. A
-`Deserter` breaks off its connections and comes back, at times under the same identity; what it is owed may be lost.
+An `Attacker` stays connected and counts: the worker owes exactly one terminal reply to each message except an `ack`. A
+`Deserter` breaks its connections and comes back, sometimes with the same identity. Replies to it may be lost.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ TERMINAL = {
     **dict.fromkeys(LIFECYCLE, "status"),
     **dict.fromkeys(PUSH, "push_status"),
 }
-"""The reply that ends a message, if it is no `error`."""
+"""Per message type, the type of the terminal reply, unless that is `error`."""
 CODES = {
     *("invalid_message", "message_too_large", "invalid_request", "id_conflict", "queue_full", "unknown_request"),
     *("illegal_state", "deadline_exceeded", "stale_weights", "push_failed", "version_gap", "other_base"),
 }
-"""What may be wrong with a message; `worker_failed` and `unavailable` would say that the worker is."""
+"""Error codes that a message may cause. `worker_failed` and `unavailable` would mean that the worker is broken."""
 
 
 class Shot:
-    """A message of the attack: its frames, and what docs/protocol.md has to say about them.
+    """A message of the attack: its frames, and the replies that docs/protocol.md promises for it.
 
-    `id`: by which it is answered; None if it has none that can be found.
+    `id`: the id of its replies, or None if the message has no recognizable id.
     """
 
     def __init__(self, frames: list[bytes]) -> None:
@@ -50,9 +50,9 @@ class Shot:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it will be answered under its id, whatever may be wrong with it, and even if others give it up.
+        """Return whether the worker will certainly answer under this id, even if others abort the request.
 
-        Not an `ack` that has a field twice: what the first one of them holds, and is refused for, `fields` do not show.
+        False for an `ack` with a repeated field: it may be refused for the first value, and `fields` has only the last.
         """
         fields = self.fields or {}
         is_ack_with_more = fields.get("type") == "ack" and len(fields) < num_fields(self.frames[0])
@@ -60,13 +60,13 @@ class Shot:
 
     @property
     def terminal(self) -> str | None:
-        """The type of the reply that ends it, unless that is an error."""
+        """Return the type of its terminal reply, unless that is an error."""
         type = None if self.fields is None else self.fields.get("type")
         return TERMINAL.get(type) if isinstance(type, str) else None
 
     @property
     def needs_reply(self) -> bool:
-        """Whether it is anything but a valid `ack`."""
+        """Return whether it is anything other than a valid `ack`."""
         fields = self.fields
         if fields is None or fields.get("type") != "ack" or set(fields) != {"version", "type", "ids"}:
             return True
@@ -80,7 +80,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _find_id(frame: bytes) -> str | None:
-    """The id of a message that need not be readable: it is looked for in the first KiB."""
+    """Return the id of a message that may be unreadable, searched in the first KiB."""
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
     unpacker.feed(frame[:1024])
     try:
@@ -106,9 +106,9 @@ def dealer(address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
 
 
 class Attacker:
-    """One connection that only sends what is certain of its replies. `codes`: replies so far, by code or type.
+    """One connection that sends only messages with certain replies.
 
-    `owed`: how many terminal replies are to come, by id.
+    `codes`: number of replies so far, by code or type. `owed`: number of missing terminal replies, by id.
     """
 
     def __init__(self, address: str) -> None:
@@ -126,7 +126,7 @@ class Attacker:
         self._socket.send_multipart(shot.frames)
 
     def receive(self) -> None:
-        """Take all replies that are there."""
+        """Take all replies that have arrived."""
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -135,7 +135,7 @@ class Attacker:
             self._account(msgpack.unpackb(frame))
 
     def start_round(self) -> None:
-        """To be called when nothing is owed."""
+        """Begin a round. Call only when no reply is owed."""
         self.owed.clear()
         self._terminals.clear()
 
@@ -147,25 +147,25 @@ class Attacker:
         else:
             ids = [reply["id"]]
         if any(self.owed[id] <= 0 for id in ids):
-            raise Violation(f"an attacker got a reply that it was not owed, or twice: {reply!r:.300}")
+            raise Violation(f"an attacker got a reply that it was not owed, or a second one: {reply!r:.300}")
         if type in ("sample", "deltas"):
             return
         [id] = ids
         self.owed[id] -= 1
         if type == "error":
             if reply["code"] not in CODES or len(reply["message"]) > 2000:
-                raise Violation(f"an attacker got an error that no message can call for: {reply!r:.300}")
+                raise Violation(f"an attacker got an error that no message may cause: {reply!r:.300}")
             return
         self._terminals[id, type] -= 1
         if self._terminals[id, type] < 0:
-            raise Violation(f"an attacker got a reply of another type than it asked for: {reply!r:.300}")
+            raise Violation(f"an attacker got a reply of the wrong type: {reply!r:.300}")
 
     def close(self) -> None:
         self._socket.close()
 
 
 class Deserter:
-    """Connects, sends, breaks off. `reconnects`: how often."""
+    """Connects, sends, and breaks the connection. `reconnects`: number of new connections."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -178,9 +178,9 @@ class Deserter:
         self._socket.send_multipart(frames)
 
     def desert(self, identity: bytes | None = None, *, linger: int) -> None:
-        """Come back, and only then break off, with a last word that is lost if it takes more than `linger` ms.
+        """Open a new connection, then break the old one. Messages not sent within `linger` ms are lost.
 
-        Under an identity that is in use this waits for a sign that the worker has noticed, which it need not give.
+        If the identity is in use, wait for a sign that the worker has noticed. The worker may give none.
         """
         old, self._socket = self._socket, dealer(self._address, identity)
         if identity is not None:

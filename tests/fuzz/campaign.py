@@ -1,12 +1,11 @@
-"""A campaign: rounds of attack on one worker, or on a front end before it, with good traffic beside it, and what must
-hold after each.
+"""A campaign: rounds of attack on a worker, or on a front end before it, beside good traffic, with checks after each.
 
-Owns the clients and the numbers. Does not own the worker: it may be any process that speaks the protocol, such as one
-with a fault of which a test wants to know whether it is found.
+Owns the clients and the numbers. Does not own the worker: any process that speaks the protocol works, such as one with
+a planted fault that the harness must find.
 
-Promises: `run` raises `Violation` if the worker ends, does not answer, answers twice or what nobody asked for, serves
-other weights than the operator's, or is not, once idle, as small as after the warm-up; or if a good request gets
-another bit.
+Promises: `run` raises `Violation` if the worker ends, does not answer, answers twice, sends a reply that is not owed,
+or serves other weights than the operator's; if the idle worker is larger than after the warm-up; or if a bit of a good
+request differs.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from fuzz.violation import Sent, Trace, Violation
 from trueroll.rollout import WorkerProcess
 
 CHUNK = 50
-"""Messages between two looks at the worker."""
+"""Number of messages between two checks of the worker."""
 RSS_GROWTH_BYTES = 64 * 2**20
-"""What the allocator may keep of the largest messages, and the bound of kept results."""
+"""Allowance for memory that the allocator keeps from the largest messages, and for kept results within their bound."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Of asyncio's pool in a front end, which starts them as they are needed and keeps them."""
+"""Threads of asyncio's pool in a front end. It starts them on demand and keeps them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`messages`, in whole rounds from `first_round` on. `patience`: seconds that anything may take.
+    """`messages`: number of messages, in whole rounds from `first_round` on. `patience`: limit of any wait, in seconds.
 
-    After `warm_up` messages the worker is measured; at the end it must be as small again. `http`: what is attacked is a
-    front end of the worker, which is measured as well.
+    `warm_up`: number of messages after which the worker is measured; at the end it must be as small again. `http`: True
+    to attack a front end of the worker, which is measured as well.
     """
 
     messages: int
@@ -65,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Size:
-    """What an idle worker or front end holds."""
+    """The size of an idle worker or front end."""
 
     threads: int
     descriptors: int
@@ -74,7 +73,7 @@ class Size:
 
 @dataclass
 class Numbers:
-    """What a campaign did. `sent`: messages by kind. `replies`: to those that stay connected, by type or code."""
+    """Counts of a campaign. `sent`: messages by kind. `replies`: to clients that stay connected, by type or code."""
 
     sent: Counter[str] = field(default_factory=Counter)
     replies: Counter[str] = field(default_factory=Counter)
@@ -98,8 +97,9 @@ class Numbers:
 
 
 class Campaign:
-    """Attacks `worker`, which serves `tensors`, or `front` if there is one. `show` is called now and then with the
-    numbers so far.
+    """Attacks `front` if it is given, otherwise `worker`. The worker serves `tensors`.
+
+    `show`: called from time to time with the numbers so far.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Campaign:
             self._ends = ends.pop_all()
 
     def run(self) -> Numbers:
-        """Attack as planned."""
+        """Run the attack of the plan and return the numbers."""
         with self._explained():
             for number in self._plan.rounds():
                 self._round = number
@@ -153,7 +153,7 @@ class Campaign:
         return self.numbers
 
     def replay(self, trace: Iterable[Sent]) -> Numbers:
-        """Send what a trace holds once more, in its order."""
+        """Send the messages of a trace again, in order, and return the numbers."""
         with self._explained():
             self._run_round(trace)
             self._finish()
@@ -166,24 +166,24 @@ class Campaign:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Whatever is raised says how to see it again; the end of the worker explains everything else."""
+        """Add to a Violation how to reproduce it. If the worker has ended, report this instead of other violations."""
         try:
             yield
         except Violation as violation:
-            time.sleep(0.5)  # a worker that fails answers for as long
+            time.sleep(0.5)  # a failed worker still answers for about this long
             code = self._worker.exit_code
             what = violation if code is None else f"the worker ended with exit code {code}"
             path = Path(tempfile.gettempdir()) / f"trueroll-fuzz-{self._plan.seed}-{self._round}.jsonl"
             self._trace.save(path)
             raise Violation(
                 f"{what}\nseed {self._plan.seed}, round {self._round}, after {self.numbers.messages} messages; "
-                f"what was sent last is in {path}"
+                f"the last messages are in {path}"
             ) from violation
 
-    # A round.
+    # Rounds.
 
     def _run_round(self, sendings: Iterable[Sent]) -> None:
-        """`sendings` one after the other, with a look at the worker now and then, and then the reckoning."""
+        """Send the messages of a round in order, check the worker from time to time, and settle at the end."""
         self._trace.start_round()
         for count, sent in enumerate(sendings):
             self._trace.add(sent)
@@ -201,18 +201,18 @@ class Campaign:
                 self.numbers.streams += 1
                 return
             case "break":
-                self._deserter.desert(*sent.frames, linger=sent.who)
+                self._deserter.desert(*sent.frames, linger=sent.sender)
                 return
             case kind if kind in HTTP_SHARES and self._doors:
-                self._doors[sent.who].send(sent)
+                self._doors[sent.sender].send(sent)
             case "deserted":
                 self._deserter.send(sent.frames)
             case _:
-                self._attackers[sent.who].send(Shot(sent.frames))
+                self._attackers[sent.sender].send(Shot(sent.frames))
         self.numbers.sent[sent.kind] += 1
 
     def _look(self) -> None:
-        """Take what has come. Raise Violation if the worker or a good client has ended."""
+        """Receive pending replies. Raise Violation if the worker, the front end or a good client has ended."""
         if self._worker.exit_code is not None:
             raise Violation(f"the worker ended with exit code {self._worker.exit_code}")
         if self._front is not None and self._front.exit_code is not None:
@@ -224,12 +224,12 @@ class Campaign:
             attacker.receive()
 
     def _tend(self) -> None:
-        """While an answer is waited for, which a pause may keep waiting."""
+        """Check and tend the worker. Called while waiting for an answer, because a pause may hold it back."""
         self._look()
         self._operator.tend(ends_pushes=False)
 
     def _settle(self) -> None:
-        """Wait until the worker is ready, every reply has come, and each good client has got another result."""
+        """Wait until the worker is ready, no reply is owed, and each good client has a new result. Then check both."""
         while self._streams:
             self._streams.pop().close()
         for door in self._doors:
@@ -268,7 +268,7 @@ class Campaign:
         )
 
     def _check_stream(self) -> None:
-        """That a conversation by hand is answered if it is whole: otherwise its parts would prove nothing."""
+        """Raise Violation if a whole hand-made conversation gets no answer: then the broken ones prove nothing."""
         stream = Stream(self._path, OPENING, LAST)
         is_answered = stream.hears(HEALTH["id"].encode(), self._plan.patience)
         stream.close()
@@ -287,7 +287,7 @@ class Campaign:
         numbers.seconds = time.monotonic() - self._started
         return numbers
 
-    # The end.
+    # The end of a campaign.
 
     def _finish(self) -> None:
         self._measure_all()
@@ -300,7 +300,7 @@ class Campaign:
                 _check_size(name, before, after)
 
     def _measure_all(self) -> None:
-        """The worker and the front end while they are idle: as they are `before`, or else `after`."""
+        """Measure the idle worker and front end. Store the sizes as `after`, and the first time also as `before`."""
         for client in self._good:
             client.hold(self._plan.patience)
         self._check_idle()
@@ -317,7 +317,7 @@ class Campaign:
             client.go_on()
 
     def _measure(self, process: psutil.Process, before: Size | None) -> Size:
-        """The size of a process, once it changes no more and is back to `before`, or patience is over."""
+        """Return the size of a process once it is stable and back to `before`, or once patience is over."""
         deadline, last, size = time.monotonic() + self._plan.patience, None, _size(process)
         while not (size == last and _is_back(size, before)) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -325,7 +325,7 @@ class Campaign:
         return size
 
     def _check_idle(self) -> None:
-        """That nothing is left of all requests but kept results, within their bounds."""
+        """Check that only kept results are left of all requests, within their bounds."""
         health = self._operator.ask("health")
         requests, limits = health["requests"], health["limits"]
         if requests["open"] or requests["running"] or requests["waiting"] or health["memory"]["staging"]:
@@ -343,7 +343,7 @@ def _size(process: psutil.Process) -> Size:
 
 
 def _with_pool(size: Size | None) -> Size | None:
-    """The size of a front end whose pool has all of its threads."""
+    """Return the size of a front end after its pool has started all threads."""
     return None if size is None else replace(size, threads=size.threads + POOL_THREADS)
 
 
@@ -353,6 +353,6 @@ def _is_back(size: Size, before: Size | None) -> bool:
 
 def _check_size(name: str, before: Size, after: Size) -> None:
     if not _is_back(after, before):
-        raise Violation(f"the {name} did not come back to its threads and descriptors: {before}, then {after}")
+        raise Violation(f"the {name} did not return to its threads and descriptors: {before}, then {after}")
     if after.rss > before.rss + RSS_GROWTH_BYTES:
         raise Violation(f"the {name} grew by more than {RSS_GROWTH_BYTES} bytes: {before}, then {after}")

@@ -1,8 +1,7 @@
-"""Valid messages of every type, in the orders in which clients send them: what the mutations begin with.
+"""Valid messages of every type, in the orders in which clients send them. The mutations start from these.
 
-Owns the ids that the attack uses, all of which begin with `x-`, and the shared memory that its pushes name. No push of
-the corpus brings more than one tensor, so that none can ever be committed, and nothing here aborts what it did not ask
-for.
+Owns the ids of the attack, which all begin with `x-`, and the shared memory that its pushes name. No push of the corpus
+brings more than one tensor, so no push can be committed. No message of the corpus aborts requests of other clients.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.transports.shared import SharedSlots
 
 MAX_TOKEN = 500
-"""Below the vocabulary of every model that is attacked."""
+"""Below the vocabulary size of every attacked model."""
 CLOSED_PORT = 9
 NO_FOLDER = "no-such-folder"
 SECONDS = 0.1
-"""What a call may wait; long ones would only keep the good requests waiting."""
+"""How long a call may wait. Longer waits would only delay the good requests."""
 
 Message = dict[str, Any]
 
 
 class Memory:
-    """The smallest of the worker's tensors in shared memory, with other bytes than it serves."""
+    """The smallest of the worker's tensors in shared memory, with other bytes than the worker serves."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         name = min(tensors, key=lambda name: tensors[name].nbytes)
@@ -49,7 +48,7 @@ class Memory:
 
 @dataclass
 class Corpus:
-    """Draws scripts: lists of messages of one client, in order. `prefix`: of all ids."""
+    """Draws scripts: ordered lists of messages of one client. `prefix`: prefix of all ids."""
 
     rng: random.Random
     memory: Memory
@@ -89,18 +88,18 @@ class Corpus:
         return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named() | self._demand()]
 
     def _demand(self) -> Message:
-        """Now and then weights that are there, or some that are not, and then without waiting for them."""
+        """Return, rarely, a demand for weights that are served, or for missing weights without waiting for them."""
         if self.rng.random() < 0.9:
             return {}
         choices = {"min_weight_version": 0, "wait_for_weights": True}, {"min_weight_version": 10**9}
         return self.rng.choice(choices)
 
     def _named(self) -> Message:
-        """A name for who asks, or gives up what it asked for, now and then."""
+        """Return, rarely, a name for the caller of a request or an abort."""
         return {"caller": self.rng.choice((None, "caller-1", "caller-2"))} if self.rng.random() < 0.1 else {}
 
     def request_and_end(self) -> list[Message]:
-        """A request, an abort and an ack of it, in any order."""
+        """Return a request with an abort and an ack of it, in any order."""
         [request] = self.generate() if self.rng.random() < 0.7 else self.score()
         which = {"index": self.rng.choice((None, 0, 1))} if self.rng.random() < 0.7 else self._named()
         abort = {"type": "abort", "id": self._id(), "request_id": request["id"], **which}
@@ -137,7 +136,7 @@ class Corpus:
         return [call, *self.generate(), self._call("wake_up", tags=tags)]
 
     def push(self) -> list[Message]:
-        """Each phase of a push, of which the bytes of one tensor are right."""
+        """Return each phase of a push. It names one tensor with correct bytes."""
         push_id = f"{self.rng.getrandbits(128):032x}"
         bucket = {"index": 0, "num_bytes": self.memory.piece["num_bytes"], "pieces": [dict(self.memory.piece)]}
         phases = [
@@ -216,8 +215,9 @@ _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
 
 
 def is_tame(frames: list[bytes]) -> bool:
-    """Whether the attack may send this: it aborts nobody's requests, reads no file, and waits for no network and no
-    weights.
+    """Return whether the attack may send this message.
+
+    A tame message aborts no requests of other clients, reads no file, and does not wait for the network or for weights.
     """
     if len(frames) > 1 or not any(word in frames[0] for word in (b"abort", b"source", b"wait_for_weights")):
         return True

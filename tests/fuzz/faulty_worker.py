@@ -1,4 +1,4 @@
-"""A worker process with the fake engine and one fault, named by `model`: the harness must find each of them."""
+"""A worker process with the fake engine and one fault, named by `model`. The harness must find every fault."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trueroll.rollout.worker import (
 )
 
 LATE = 300
-"""Replies after which faults begin: the quiet results were right."""
+"""Number of replies before a fault begins, so that the quiet results are right."""
 _kept: list[Any] = []
 
 
 def _change(type: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[int, bytes], list[bytes]]:
-    """A fault that changes each reply of `type`."""
+    """Return a fault that changes each reply of `type`."""
 
     def fault(count: int, frame: bytes) -> list[bytes]:
         reply = msgpack.unpackb(frame)
@@ -46,7 +46,7 @@ def _flip_a_bit(sample: dict[str, Any]) -> None:
 
 
 def _is_due(count: int, frame: bytes) -> bool:
-    """Whether it is an error that the attack gets, and one of few."""
+    """Return whether the reply is an error to the attack, and one of the few to disturb."""
     return count % 20 == 0 and b"\xa4type\xa5error" in frame and b"x-" in frame
 
 
@@ -89,7 +89,7 @@ FAULTS: dict[str, Callable[[int, bytes], Any]] = {
 
 
 class Faulty(Router):
-    """What it sends goes through `fault`."""
+    """Passes all outgoing frames through `fault`."""
 
     fault = staticmethod(FAULTS["none"])
     _count = 0

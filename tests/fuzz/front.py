@@ -1,4 +1,4 @@
-"""The front end that is attacked: a process of `trueroll http` with small limits and a log of its own."""
+"""The attacked front end: a process of `trueroll http` with small limits and its own log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END_SECONDS = 60.0
 
 
 class FrontProcess:
-    """Serves the worker at `address` with the tokenizer of `model`; its log goes to `log`. `host`, `port`: where."""
+    """Serves the worker at `address` with the tokenizer of `model`. Logs to `log`. Listens on `host` and `port`."""
 
     def __init__(self, address: str, model: str, log: Path, command: tuple[str, ...] = COMMAND) -> None:
         self.log = log
@@ -33,7 +33,7 @@ class FrontProcess:
         found = re.match(r"ready url=http://([\d.]+):(\d+) ", line)
         if found is None:
             self.kill()
-            raise Violation(f"the front end was not ready, and said {line!r}")
+            raise Violation(f"the front end was not ready; it printed {line!r}")
         self.address = found[1], int(found[2])
 
     @property
@@ -41,12 +41,12 @@ class FrontProcess:
         return self._process.poll()
 
     def check_health(self, patience: float) -> None:
-        """That it answers, and says that the worker is ready."""
+        """Check that it answers and reports the worker as ready."""
         if b'"state":"ready"' not in (answer := self._get("/health", patience)):
-            raise Violation(f"the front end says of a worker that is ready: {answer!r:.300}")
+            raise Violation(f"the front end reports a ready worker as {answer!r:.300}")
 
     def check_idle(self, patience: float) -> None:
-        """That no request counts as open any more."""
+        """Check that it counts no request as open."""
         deadline = time.monotonic() + patience
         while b"trueroll_http_open_requests 0.0" not in (page := self._get("/metrics", patience)):
             if time.monotonic() > deadline:
@@ -65,23 +65,23 @@ class FrontProcess:
             connection.close()
 
     def end(self) -> None:
-        """Tell it to end. Raise Violation if it does not, ends badly, or has met an exception that nobody foresaw."""
+        """Send SIGTERM. Raise Violation if it does not end, fails, or has logged an unexpected exception."""
         self._process.send_signal(signal.SIGTERM)
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise Violation(f"the front end was told to end, and did not within {END_SECONDS} s") from None
+            raise Violation(f"the front end did not end within {END_SECONDS} s after SIGTERM") from None
         if code != 0:
-            raise Violation(f"the front end was told to end, and did so with exit code {code}")
+            raise Violation(f"the front end exited with code {code} after SIGTERM")
         if "Traceback" in (text := self.log.read_text(errors="replace")):
             at = text.index("Traceback")
-            raise Violation(f"the front end met an exception that nobody had foreseen: {text[at : at + 3000]}")
+            raise Violation(f"the front end logged an unexpected exception: {text[at : at + 3000]}")
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
     def last_words(self) -> list[str]:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         return self.log.read_text(errors="replace").splitlines()[-12:]

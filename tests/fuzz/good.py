@@ -1,7 +1,8 @@
-"""Good clients beside the attack: each result must be, bit for bit, what the quiet worker gave.
+"""Good clients beside the attack. Each result must equal, bit for bit, the result of the quiet worker.
 
-Two kinds. `RolloutClient`, as trainers use it, and a plain socket that counts every single reply, which the former
-would quietly put right. Both keep asking on threads of their own, until told to hold or to stop.
+There are two kinds: `RolloutClient`, as trainers use it, and a plain socket that counts every reply, because
+`RolloutClient` would silently correct some faults. Both send requests on their own threads until they are held or
+stopped.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from trueroll.errors import QueueFullError, TruerollError
 from trueroll.rollout import RolloutClient, SamplingParams
 
 Result: TypeAlias = tuple[Any, ...]
-"""Token ids and log-probs as bytes, so that equal means equal bits, and why each sample ended."""
+"""Token ids and log-probs as bytes, so that equality means equal bits, and the finish reason of each sample."""
 
 WINDOW = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """A generate, or a score of `tokens` at the temperature of `params`."""
+    """A generate request, or a score of `tokens` at the temperature of `params`."""
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -41,7 +42,7 @@ class Request:
 
 
 def good_requests(count: int = 48) -> list[Request]:
-    """Seeded requests whose prompts share prefixes of several lengths."""
+    """Return seeded requests with prompts that share prefixes of several lengths."""
     rng = random.Random(20)
     prefix = [rng.randrange(MAX_TOKEN) for _ in range(48)]
     return [_request(rng, prefix, number) for number in range(count)]
@@ -69,16 +70,16 @@ def ask(client: RolloutClient, request: Request) -> Result:
 
 
 def _as_sent(sample: SampleOutput) -> tuple[Any, ...]:
-    """As `_result` has it from the wire."""
+    """Return the sample in the form of `_result`, which reads it from the wire."""
     logprobs = None if sample.logprobs is None else sample.logprobs.tobytes()
     return sample.index, np.array(sample.token_ids, "<i4").tobytes(), logprobs, sample.finish_reason, sample.seed
 
 
 class GoodClient(threading.Thread):
-    """Asks for random ones of `requests` until `stop`. `failure`: the first thing that was not as `expected`.
+    """Sends random `requests` until `stop`. `failure`: the first result that differs from `expected`, or an error.
 
-    `compared`, `tokens`: results so far, and tokens in them. `refused`: how often the queue was full, which is no harm:
-    the request was asked for again.
+    `compared`: number of results so far. `tokens`: number of tokens in them. `refused`: number of refusals because the
+    queue was full; these are allowed, and the request is sent again.
     """
 
     def __init__(self, name: str, address: str, requests: Sequence[Request], expected: Sequence[Result]) -> None:
@@ -95,7 +96,7 @@ class GoodClient(threading.Thread):
         self.refused = 0
 
     def hold(self, patience: float) -> None:
-        """Let what was asked for end, and ask for nothing until `go_on`."""
+        """Wait for pending requests, and send no more until `go_on`."""
         self._may_ask.clear()
         if not self._is_holding.wait(patience) and self.failure is None:
             raise Violation(f"a good client waited more than {patience} s for results")
@@ -120,7 +121,7 @@ class GoodClient(threading.Thread):
         raise NotImplementedError
 
     def _rest(self) -> bool:
-        """Wait where told to hold; False once it is over. To be called with nothing under way."""
+        """Wait while held. Return False when the client is stopped. Call only without pending requests."""
         if not self._may_ask.is_set():
             self._is_holding.set()
             self._may_ask.wait()
@@ -144,7 +145,7 @@ class GoodClient(threading.Thread):
 
 
 class LibraryClient(GoodClient):
-    """Asks by `RolloutClient`, one request after the other."""
+    """Uses `RolloutClient`, one request at a time."""
 
     def _ask_on_and_on(self) -> None:
         with RolloutClient(self._address, timeout=60.0) as client:
@@ -163,7 +164,7 @@ class LibraryClient(GoodClient):
 
 
 class CountingClient(GoodClient):
-    """Asks by a plain socket, `WINDOW` requests at a time, and takes no reply that it is not owed."""
+    """Uses a plain socket, `WINDOW` requests at a time, and accepts no reply that it is not owed."""
 
     def _ask_on_and_on(self) -> None:
         socket = dealer(self._address)
@@ -194,7 +195,7 @@ class CountingClient(GoodClient):
     def _take(self, socket: zmq.Socket[bytes], reply: dict[str, Any]) -> None:
         id = reply["id"]
         if id not in self._replies:
-            raise Violation(f"a good client got a reply that it was not owed, or twice: {reply!r:.300}")
+            raise Violation(f"a good client got a reply that it was not owed, or a second one: {reply!r:.300}")
         self._replies[id].append(reply)
         if reply["type"] == "sample":
             return
@@ -209,7 +210,7 @@ class CountingClient(GoodClient):
 
 
 def _result(replies: list[dict[str, Any]]) -> Result:
-    """Of all replies to one request."""
+    """Return the result from all replies to one request."""
     *samples, last = replies
     if last["type"] == "scores":
         return ("scores", last["logprobs"])
@@ -219,13 +220,13 @@ def _result(replies: list[dict[str, Any]]) -> Result:
 
 
 def quiet_results(address: str, requests: Sequence[Request]) -> list[Result]:
-    """What a worker gives that has nothing else to do."""
+    """Return the results of an otherwise idle worker."""
     with RolloutClient(address, timeout=60.0) as client:
         return [ask(client, request) for request in requests]
 
 
 def start_good_clients(address: str) -> list[GoodClient]:
-    """To be called while the worker is quiet."""
+    """Start the good clients. Call while the worker is quiet."""
     requests = good_requests()
     expected = quiet_results(address, requests)
     kinds: tuple[Callable[..., GoodClient], ...] = (LibraryClient, CountingClient)

@@ -1,7 +1,7 @@
-"""Clients that attack a front end, each on one connection after the other, and what it owes them.
+"""Clients that attack a front end over HTTP, each on one connection after the other, and the answers they are owed.
 
-A whole request with a right head is owed one answer, whatever its body says. One whose head is wrong may be answered or
-cut, but never by an answer that says that the server broke down.
+A complete request with a valid head is owed one answer, whatever its body is. A request with an invalid head may be
+answered or cut off. No answer may say that the server broke.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from contextlib import suppress
 from fuzz.violation import Sent, Violation
 
 OWED = ("plain", "body", "repeated")
-"""The kinds of requests that are answered for certain."""
+"""The kinds of requests that must be answered."""
 STATUSES = {200, 400, 403, 404, 405, 408, 409, 411, 413, 414, 417, 421, 426, 429, 431, 501, 503, 504, 505}
 BROKEN = re.compile(rb'"code":"(internal|worker_failed|worker_lost|sample_failed)"|Internal Server Error|Traceback')
-"""What no request can call for."""
+"""Texts that no request may cause."""
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ")
 _AT_ONCE = struct.pack("ii", 1, 0)
 PART = 2**16
 
 
 class HttpAttacker:
-    """`tend`: called while an answer is waited for, as the worker may have been paused; raises if waiting is of no use.
-    `statuses`: of the answers so far.
+    """`tend`: called while waiting for an answer, because the worker may be paused; raises if waiting is useless.
+
+    `statuses`: number of answers so far, by status.
     """
 
     def __init__(self, address: tuple[str, int], patience: float, tend: Callable[[], None]) -> None:
@@ -39,16 +40,16 @@ class HttpAttacker:
         self.statuses: Counter[str] = Counter()
 
     def send(self, sent: Sent) -> None:
-        """End with the request before, and send another one. `sent.frames`: its bytes, in one part or more."""
+        """Finish the previous request and send another one. `sent.frames`: its bytes, in one part or more."""
         self.finish()
         self._sent = sent
         self._socket = socket.create_connection(self._address, timeout=self._patience)
-        with suppress(ConnectionError):  # it may cut who sends too much
+        with suppress(ConnectionError):  # the server may cut off a client that sends too much
             for part in sent.frames:
                 self._socket.sendall(part)
 
     def finish(self) -> None:
-        """Take the answer to the last request, or leave, as its kind wants it."""
+        """Read the answer to the last request, or leave without it, depending on the request's kind."""
         if self._socket is None or self._sent is None:
             return
         with self._socket:
@@ -61,13 +62,13 @@ class HttpAttacker:
         self._socket = self._sent = None
 
     def close(self) -> None:
-        """Leave, whatever is owed."""
+        """Close the connection without waiting for an answer."""
         if self._socket is not None:
             self._socket.close()
             self._socket = self._sent = None
 
     def _read_all(self, connection: socket.socket) -> bytes:
-        """All until the server closes."""
+        """Read until the server closes the connection."""
         received, deadline = bytearray(), time.monotonic() + self._patience
         connection.settimeout(0.05)
         while True:
@@ -96,14 +97,14 @@ class HttpAttacker:
         return bytes(received)
 
     def _leave(self, connection: socket.socket) -> None:
-        """In the middle of the answer, or before it; every other time without a farewell."""
+        """Leave before or in the middle of the answer. Every second time, reset the connection."""
         assert self._sent is not None
-        if self._sent.who % 2:
+        if self._sent.sender % 2:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self._check(self._read_what_is_there(connection))
 
     def _check_answer(self, data: bytes) -> None:
-        """That there is one answer, and that it is right."""
+        """Check that there is exactly one answer and that it is right."""
         self._check(data)
         if _STATUS.match(data) is None:
             raise Violation(f"no answer to {self._shown()}: {data[:300]!r}")
@@ -117,13 +118,13 @@ class HttpAttacker:
                 raise Violation(f"an error of another form for {self._shown()}: {data[:600]!r}")
 
     def _check(self, data: bytes) -> None:
-        """That what came says nothing that no request can call for."""
+        """Check that the received data contains nothing that no request may cause."""
         if (broken := BROKEN.search(data)) is not None:
             at = broken.start()
             raise Violation(f"{self._shown()} was answered with {data[max(0, at - 400) : at + 300]!r}")
         if (found := _STATUS.match(data)) is None:
             if data:
-                raise Violation(f"{self._shown()} was answered with what is no HTTP: {data[:300]!r}")
+                raise Violation(f"{self._shown()} was answered with something other than HTTP: {data[:300]!r}")
             self.statuses["none"] += 1
             return
         status = int(found[1])

@@ -1,6 +1,6 @@
-"""Valid requests of every path of a front end: what the mutations of HTTP begin with.
+"""Valid requests for every path of a front end. The HTTP mutations start from these.
 
-Owns what may be sent to whom: nothing here ends what others asked for, and no folder of weights that is named has any.
+No request here ends requests of other clients, and no folder of weights that is named has any weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fuzz.corpus import MAX_TOKEN, NO_FOLDER
 
 @dataclass(frozen=True)
 class Request:
-    """`body`: None for a request without one."""
+    """A request. `body`: None for a request without a body."""
 
     method: str
     target: str
@@ -141,9 +141,9 @@ _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
     HttpCorpus.update: 1,
 }
 _ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])")
-"""A pause or a sleep that would end what others asked for, which is the right of who may call it."""
+"""A pause or a sleep that would end other clients' requests. Every client with access may do that."""
 
 
 def is_tame(data: bytes) -> bool:
-    """Whether the attack may send these bytes of a connection: they end nobody's requests."""
+    """Return whether the attack may send these bytes: they end no requests of other clients."""
     return _ENDS_OTHERS.search(data) is None

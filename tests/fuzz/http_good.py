@@ -1,4 +1,4 @@
-"""Good requests over HTTP beside the attack: each answer must have the bits that the quiet worker gave over ZMQ."""
+"""Good requests over HTTP beside the attack. Each answer must have the bits that the quiet worker gave over ZMQ."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fuzz.violation import Violation
 from trueroll.rollout import RolloutClient
 
 REFUSED = {429, 503}
-"""The queue is full, or the attack has put the worker to sleep, which it may."""
+"""Statuses of a full queue, and of a worker that the attack has put to sleep, which is allowed."""
 
 
 class HttpGoodClient(GoodClient):
-    """Asks a front end on a connection that it keeps; every other request is a stream."""
+    """Sends requests to a front end on a kept connection. Every second request is a stream."""
 
     def __init__(
         self, address: tuple[str, int], patience: float, requests: Sequence[Request], expected: Sequence[Result]
@@ -36,7 +36,7 @@ class HttpGoodClient(GoodClient):
                 connection.close()
 
     def _ask_once(self, connection: http.client.HTTPConnection, number: int) -> bool:
-        """Whether the connection is of use for another request."""
+        """Send a request. Return whether the connection can serve another one."""
         is_stream = self.compared % 2 == 1
         body = json.dumps(_body(self._requests[number], number, is_stream))
         is_kept = connection.sock is not None
@@ -46,7 +46,7 @@ class HttpGoodClient(GoodClient):
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
             if not is_kept:
                 raise
-            return False  # it was closed between two requests, as any idle connection may be
+            return False  # closed between two requests, which is allowed for an idle connection
         text = response.read()
         if response.status in REFUSED:
             self._wait_for_room()
@@ -73,7 +73,7 @@ def _events(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _result(answers: list[dict[str, Any]]) -> Result:
-    """Of the answer, or of all events of a stream."""
+    """Return the result from the answer, or from all events of a stream."""
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
     reasons: dict[int, str] = {}
@@ -91,7 +91,7 @@ def _sample(index: int, token_ids: list[int], logprobs: Sequence[float], reason:
 
 
 def start_good_http_client(worker: str, front: tuple[str, int], patience: float) -> HttpGoodClient:
-    """To be called while the worker is quiet: what is expected are the bits that its own client gets."""
+    """Start the good client. Call while the worker is quiet: it expects the bits that the worker's own client gets."""
     requests = [request for request in good_requests() if not request.is_score]
     with RolloutClient(worker, timeout=60.0) as client:
         expected = [_own(client, request, number) for number, request in enumerate(requests)]

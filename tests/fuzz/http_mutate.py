@@ -1,6 +1,6 @@
-"""Mutations of requests over HTTP: of the tree of a body, of the head, and of the bytes of both.
+"""Mutations of HTTP requests: of the tree of a body, of the head, and of the bytes of both.
 
-Every one is drawn from the given `random.Random` alone, so that a seed gives the same requests.
+All randomness comes from the given `random.Random`, so a seed gives the same requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fuzz.http_corpus import Request
 from fuzz.trees import Pairs, Place, Raw, places, tree
 
 MAX_BODY_BYTES = 2**18
-"""Of a mutated body; the front end that is attacked takes less."""
+"""Size limit of a mutated body. The attacked front end accepts less."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 16, 17, 64, 65, 128, 129, 500, 512, 513, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1),
     *(2**63, 2**64, -(2**63), 10**30, 0.0, -0.0, 0.5, 1.0, 1e-46, 5e-324, 1e39, 1e308, 1e16),
@@ -32,7 +32,7 @@ DEPTHS = (1, 2, 10, 50, 100, 500, 1000, 5000, 50_000)
 
 
 def encoded(node: Any) -> bytes:
-    """The bytes of a tree as JSON."""
+    """Return the bytes of a tree as JSON."""
     if isinstance(node, Raw):
         return node.data
     if isinstance(node, Pairs):
@@ -43,7 +43,7 @@ def encoded(node: Any) -> bytes:
 
 
 def mutated_body(rng: random.Random, body: dict[str, Any], others: Sequence[dict[str, Any]]) -> bytes:
-    """A body after one to four mutations of its tree. `others`: bodies that parts are taken from."""
+    """Return a body after one to four mutations of its tree. `others`: bodies to take parts from."""
     root = [tree(body)]
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         if found := places(root):
@@ -79,7 +79,7 @@ def _nest(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) ->
 
 
 def _grow(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Many of what is there."""
+    """Repeat the value many times."""
     count = int(10 ** rng.uniform(0, 5 if rng.random() < 0.05 else 3))
     one = encoded(place.value)
     count = min(count, MAX_BODY_BYTES // (len(one) + 1))
@@ -103,18 +103,18 @@ _OPERATIONS: tuple[Callable[[random.Random, Place, Sequence[dict[str, Any]]], No
 
 
 def framed(request: Request, body: bytes | None) -> bytes:
-    """A whole request with a head that says how long its body is."""
+    """Return a whole request with a head that gives the length of its body."""
     head = f"{request.method} {request.target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     return head.encode() + (b"\r\n" if body is None else b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
 
 def plain_body(request: Request) -> bytes | None:
-    """The body as it is."""
+    """Return the unchanged body."""
     return None if request.body is None else json.dumps(request.body).encode()
 
 
 def hostile_head(rng: random.Random, request: Request, body: bytes) -> bytes:
-    """A request whose head or framing is wrong, odd, or larger than it should be."""
+    """Return a request with a head or framing that is wrong, odd, or too large."""
     lines = [f"{request.method} {request.target} HTTP/1.1".encode(), b"Host: localhost", b"Connection: close"]
     length = b"Content-Length: %d" % len(body)
     if rng.random() < 0.3:
@@ -160,7 +160,7 @@ def _first_line(rng: random.Random, request: Request) -> bytes:
 
 
 def _chunks(rng: random.Random, body: bytes) -> bytes:
-    """A body in chunks, right or wrong."""
+    """Return a body in chunks, valid or invalid."""
     size = rng.choice((1, 7, 100, 10_000))
     parts = [body[at : at + size] for at in range(0, len(body), size)]
     ext = rng.choice((b"", b"", b";a=b", b";" + b"x" * 300, b" "))

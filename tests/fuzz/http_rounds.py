@@ -1,4 +1,4 @@
-"""What a round sends to a front end. It follows from the seed and the number of the round."""
+"""The requests of a round for a front end. They depend only on the seed and the number of the round."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from fuzz.violation import Sent
 
 NUM_HTTP_ATTACKERS = 8
 HTTP_SHARES = {"plain": 12, "body": 45, "head": 20, "bytes": 10, "cut": 4, "left": 6, "repeated": 3}
-"""Of the kinds of requests, in percent. `body`: mutated. `head`: hostile. `bytes`: of all of it. `cut`: broken off by
-the client. `left`: as it should be, but nobody waits for the answer.
+"""Shares of the kinds of requests, in percent.
+
+`body`: mutated body. `head`: hostile head. `bytes`: mutations of all bytes. `cut`: broken off by the client. `left`:
+valid, but the client does not wait for the answer.
 """
 STREAMED = {"stream": True, "max_tokens": 100, "ignore_eos": True}
 
@@ -28,7 +30,7 @@ class HttpRounds:
         self._seed = seed
 
     def draw(self, number: int) -> Iterator[Sent]:
-        """What is sent, in order."""
+        """Yield the requests of a round, in order."""
         rng = random.Random(f"http/{self._seed}/{number}")
         corpus = HttpCorpus(rng)
         bodies: deque[dict[str, Any]] = deque([corpus.completion().body or {}], maxlen=20)
@@ -70,7 +72,7 @@ def _frames(
 
 
 def _parted(rng: random.Random, data: bytes) -> list[bytes]:
-    """Now and then in two pieces."""
+    """Return the data, sometimes split into two parts."""
     if rng.random() > 0.1:
         return [data]
     at = rng.randrange(len(data))

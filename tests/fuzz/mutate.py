@@ -1,7 +1,7 @@
 """Mutations: of the tree of a message, and of the bytes of its frame.
 
-Every one is drawn from the given `random.Random` alone, so that a seed gives the same messages. Sizes stay below
-`MAX_FRAME_BYTES`, beyond which ZMQ would close the sender's connection.
+All randomness comes from the given `random.Random`, so a seed gives the same messages. Sizes stay below
+`MAX_FRAME_BYTES`, because ZMQ closes the connection of a sender of more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fuzz.trees import Pairs, Place, Raw, pack, places, tree
 
 MAX_MESSAGE_BYTES = 2**20
 MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
-"""A worker with `max_message_bytes` of `MAX_MESSAGE_BYTES` answers these with an error."""
+"""Frames larger than `max_message_bytes`, here `MAX_MESSAGE_BYTES`, but below this size are answered with an error."""
 NAN, INF = float("nan"), float("inf")
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, 2, -1, -2, 3, 16, 17, 64, 127, 128, 129, 500, 511, 512, 65535, 65536, 10**9),
@@ -47,11 +47,11 @@ KEYS: tuple[Any, ...] = (
     *(Raw(b"\xa1\xff"), Raw(b"\xd4\x05x"), Raw(b"\x90"), Raw(b"\x80"), Raw(b"\xca\x7f\xc0\x00\x00")),
 )
 PREFIXES = (b"\x91", b"\x81\xa1a", b"\x81\xa2id", b"\x92\xc0", b"\x81\xa6params")
-"""Each opens a list or a map whose last value follows."""
+"""Each opens a list or a map; its last value follows."""
 
 
 def mutated(rng: random.Random, message: dict[str, Any], others: Sequence[dict[str, Any]]) -> bytes:
-    """The frame of `message` after one to four mutations of its tree. `others`: messages that parts are taken from."""
+    """Return the frame of `message` after one to four mutations of its tree. `others`: messages to take parts from."""
     root = [tree(message)]
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         if found := places(root):
@@ -82,7 +82,7 @@ def _replace(rng: random.Random, place: Place, others: Sequence[dict[str, Any]])
 
 
 def _replace_alike(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """By an extreme of the same type, which gets further than one of another type does."""
+    """Replace a value by an extreme of its own type, because these pass more checks than other types."""
     match place.value:
         case bool():
             place.put(not place.value)
@@ -108,7 +108,7 @@ def _prefix(rng: random.Random, depth: int) -> bytes:
 
 
 def _grow(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Many of what is there."""
+    """Repeat the value many times."""
     count = _many(rng)
     match place.value:
         case str() | bytes() as text if text:
@@ -136,13 +136,13 @@ def _rounded_fields(count: int) -> bytes:
 
 
 def _fields(count: int) -> bytes:
-    """A map with about `count` keys."""
+    """Return the bytes of a map with about `count` keys."""
     rounded = 2 ** count.bit_length()
     return b"\xdf" + rounded.to_bytes(4, "big") + _rounded_fields(rounded)
 
 
 def _widen(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Many unknown fields beside those that are there."""
+    """Add many unknown fields to the existing ones."""
     if isinstance(place.box, Pairs):
         count = min(_many(rng), 5000)
         place.box.extend([f"k{number}", None] for number in range(count))
@@ -156,7 +156,7 @@ def _cut(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> 
 
 
 def _swap(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """By a part of another message."""
+    """Replace a value by a part of another message."""
     if found := places([tree(rng.choice(others))]):
         place.put(rng.choice(found).value)
 
@@ -173,7 +173,7 @@ _OPERATIONS: tuple[Callable[[random.Random, Place, Sequence[dict[str, Any]]], No
 
 
 def corrupted(rng: random.Random, frame: bytes, other: bytes) -> bytes:
-    """A frame after one to three mutations of its bytes. `other`: one to splice in."""
+    """Return a frame after one to three mutations of its bytes. `other`: a frame to splice in."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         frame = rng.choice(_CORRUPTIONS)(rng, frame or b"\0", other)
     return frame[:MAX_FRAME_BYTES]
@@ -204,7 +204,7 @@ def _splice(rng: random.Random, frame: bytes, other: bytes) -> bytes:
 
 
 def _overwrite(rng: random.Random, frame: bytes, other: bytes) -> bytes:
-    """A byte that begins something else in MessagePack."""
+    """Overwrite a byte by the first byte of another MessagePack type."""
     at = rng.randrange(len(frame))
     return frame[:at] + rng.choice(_MARKS) + frame[at + 1 :]
 

@@ -1,8 +1,8 @@
-"""The operator: brings the worker back to `ready` whatever state the attack has led it to.
+"""The operator: brings the worker back to `ready` from any state that the attack has caused.
 
-Calls that survive their mutation change the state of the worker for everybody, as they should. The operator ends
-pauses, wakes it up and, where weights are missing or half overwritten, pushes those that it started with. It also sees
-to it that no push of the attack is ever served.
+Calls that survive their mutation change the state of the worker for all clients, as they should. The operator resumes
+the worker, wakes it up, and pushes its original weights if weights are missing or partly overwritten. It also checks
+that no push of the attack is ever served.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trueroll.rollout import WeightPublisher
 
 
 class Operator:
-    """`patience`: seconds that an answer may take. `look`: called while waiting, raises if there is no use in it.
+    """`patience`: seconds that an answer may take. `look`: called while waiting; raises if waiting is useless.
 
-    `longest_wait`: seconds that `health` took at most. `num_pushes`: how often weights had to be pushed.
+    `longest_wait`: the longest wait for `health`, in seconds. `num_pushes`: how often weights had to be pushed.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Operator:
         self.longest_wait = 0.0
         self.num_pushes = 0
 
-        self._push()  # so that it is known which push is served, and that the worker has met all its clients
+        self._push()  # so that the served push is known, and the worker has connections of all clients
         if self._served is None:
             self.close()
-            raise Violation("the worker did not take a push from its operator before anything else happened")
+            raise Violation("the worker refused the operator's first push, before any attack")
 
     def ask(self, type: str, **fields: Any) -> dict[str, Any]:
-        """The one reply to a call."""
+        """Return the only reply to a call."""
         id, started = next(self._ids), time.monotonic()
         self._socket.send(pack({"version": 1, "type": type, "id": id, **fields}))
         while not self._socket.poll(200):
@@ -65,9 +65,9 @@ class Operator:
         return reply
 
     def tend(self, ends_pushes: bool) -> bool:
-        """Take the next step towards `ready`. True if the worker is there, and if no push is under way.
+        """Take the next step towards `ready`. Return True if the worker is ready and no push is in progress.
 
-        `ends_pushes`: whether to abort one that is.
+        `ends_pushes`: True to abort a push in progress.
         """
         health = self.ask("health")
         match health["state"]:
@@ -84,7 +84,7 @@ class Operator:
         return health["state"] == "ready" and not health["push"]
 
     def check_served(self) -> None:
-        """That the weights are those of the operator. To be asked when nobody changes them."""
+        """Check that the worker serves the operator's weights. Call only while no client changes them."""
         served = self.ask("weights")["push_id"]
         if served != self._served:
             raise Violation(f"the worker serves the push {served}, which is not the operator's ({self._served})")
@@ -93,11 +93,11 @@ class Operator:
         try:
             result = self._publisher.push(self._tensors, version=self.num_pushes, allow_older=True)
         except TruerollError:
-            return  # a call of the attack came between; the next look at the state tells
+            return  # a call of the attack came in between; the next `tend` sees the state
         self._served, self.num_pushes = result.push_id, self.num_pushes + 1
 
     def start_receiving(self) -> None:
-        """Let the worker start the process behind its pushes by gloo, which stays; this one cannot succeed."""
+        """Make the worker start its helper process for pushes by gloo, which then stays. This push cannot succeed."""
         place = {"kind": "collective", "host": "127.0.0.1", "port": CLOSED_PORT, "rank": 1, "world_size": 2}
         fields = {"push_id": secrets.token_hex(16), "weight_version": 1, "dtype": self.ask("weights")["dtype"]}
         reply = self.ask("begin_push", **fields, source=place, timeout=SECONDS)

@@ -1,6 +1,6 @@
-"""What a round sends: which client says what, in which order.
+"""The messages of a round, in order, each with its client.
 
-It follows from the seed and the number of the round, but for the name of the shared memory that pushes name.
+They depend only on the seed and the number of the round, except for the name of the pushes' shared memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ NUM_ATTACKERS = 4
 STREAMS = 6
 """Broken connections in a round."""
 SHARES = {"valid": 15, "mutated": 60, "corrupted": 18, "repeated": 4, "frames": 3}
-"""Of the kinds of messages, in percent."""
+"""Shares of the kinds of messages, in percent."""
 TAKEOVER_EVERY = 5
-"""Rounds between two connections under one identity: the library below may keep some memory of each."""
+"""Rounds between two takeovers of an identity. libzmq may keep some memory for each takeover."""
 TOO_LONG = bytes(4 * MAX_MESSAGE_BYTES + 1)
-"""ZMQ closes a connection for it."""
+"""ZMQ closes a connection that sends this."""
 
 
 class Rounds:
-    """Draws rounds. `memory`: what pushes of the attack are of."""
+    """Draws rounds. `memory`: the shared memory that pushes of the attack name."""
 
     def __init__(self, seed: int, memory: Memory) -> None:
         self._seed = seed
         self._memory = memory
 
     def draw(self, number: int) -> Iterator[Sent]:
-        """What is sent, in order."""
+        """Yield the messages of a round, in order."""
         return _Round(random.Random(f"{self._seed}/{number}"), self._memory, number).draw()
 
 
@@ -50,15 +50,15 @@ class _Round:
         self._late_frames: deque[bytes] = deque([pack(tree(self._late_messages[0]))], maxlen=20)
 
     def draw(self) -> Iterator[Sent]:
-        """Scripts of several clients, interleaved, with broken connections between them."""
+        """Yield scripts of several clients, interleaved, with broken connections between them."""
         scripts: list[list[Message]] = [[] for _ in range(NUM_ATTACKERS)]
         streams = {self._rng.randrange(ROUND): count for count in range(STREAMS)}
         for at in range(ROUND):
             if at in streams:
                 yield Sent("stream", 0, self._stream(streams[at]))
-            who = self._rng.randrange(NUM_ATTACKERS)
-            scripts[who] = scripts[who] or self._corpus.script()
-            yield from self._send(who, scripts[who].pop(0))
+            sender = self._rng.randrange(NUM_ATTACKERS)
+            scripts[sender] = scripts[sender] or self._corpus.script()
+            yield from self._send(sender, scripts[sender].pop(0))
         if self._number % 8 == 0:
             yield Sent("deserted", 0, [TOO_LONG])
             yield self._break([])
@@ -71,7 +71,7 @@ class _Round:
     def _break(self, identity: list[bytes]) -> Sent:
         return Sent("break", self._rng.choice((0, 20)), identity)
 
-    def _send(self, who: int, message: Message) -> Iterator[Sent]:
+    def _send(self, sender: int, message: Message) -> Iterator[Sent]:
         [kind] = self._rng.choices(list(SHARES), list(SHARES.values()))
         frames = self._frames(kind, message)
         while not is_tame(frames):
@@ -79,7 +79,7 @@ class _Round:
         self._late_messages.append(message)
         self._late_frames.append(frames[0])
         if self._rng.random() > 0.05 and Shot(frames).is_certain:
-            yield Sent(kind, who, frames)
+            yield Sent(kind, sender, frames)
             return
         yield Sent("deserted", 0, frames)
         if self._rng.random() < 0.2:
@@ -100,7 +100,7 @@ class _Round:
                 return self._rng.choice(([frame, frame], [b"", frame], [frame, b""], [b"", b""], [b""] * 100, [b""]))
 
     def _stream(self, count: int) -> list[bytes]:
-        """The first half of them are broken off, each a byte later than the one before; the others are wrong."""
+        """Return the parts of a broken conversation: the first half are cut off, the others are wrong."""
         if count < STREAMS // 2:
             return broken_off((self._number * STREAMS // 2 + count) % len(WHOLE))
         return wrong(self._rng, pack(tree(self._corpus.question()[0])))

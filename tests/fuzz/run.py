@@ -1,7 +1,7 @@
-"""The fuzzer by hand: `.venv/bin/python -P tests/fuzz/run.py --messages 1000000`. Exits with 1 if a promise was broken.
-With `--http` it attacks a front end before the worker instead.
+"""Runs the fuzzer by hand: `.venv/bin/python -P tests/fuzz/run.py --messages 1000000`. Exits with 1 after a violation.
 
-`--seed` and `--first-round` repeat a round that failed, `--replay` what a failure has written down.
+`--http` attacks a front end before the worker instead. `--seed` and `--first-round` repeat a failed round. `--replay`
+sends the messages that a failure has saved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, here and in the worker
-os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
+os.environ.setdefault("TQDM_DISABLE", "1")  # the fuzzer shows its own progress bar
 
 from fuzz.campaign import Numbers, Plan, Size  # noqa: E402
 from fuzz.target import tiny_campaign  # noqa: E402
@@ -51,9 +51,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-round", type=int, default=0)
-    parser.add_argument("--patience", type=float, default=Plan.patience, help="seconds that anything may take")
+    parser.add_argument("--patience", type=float, default=Plan.patience, help="limit of any wait, in seconds")
     parser.add_argument("--http", action="store_true", help="attack a front end before the worker")
-    parser.add_argument("--replay", type=Path, help="a file that a failure has written")
+    parser.add_argument("--replay", type=Path, help="a file that a failed run has saved")
     return parser.parse_args()
 
 
@@ -66,9 +66,9 @@ def _print(console: Console, numbers: Numbers) -> None:
         "replies": _listed(numbers.replies),
         "broken connections": f"{numbers.streams:,} by hand, {numbers.reconnects:,} of clients that came back",
         "good requests": f"{numbers.good_requests:,} with {numbers.good_tokens:,} tokens, every bit compared; "
-        f"{numbers.good_refused:,} asked again, for the queue was full",
+        f"{numbers.good_refused:,} sent again, because the queue was full",
         "preemptions": f"{numbers.preemptions:,}",
-        "weights pushed": f"{numbers.pushes:,} times by the operator, because the attack had spoilt them",
+        "weights pushed": f"{numbers.pushes:,} times by the operator, because the attack had damaged them",
         "longest wait for health": f"{numbers.longest_wait:.2f} s",
         "after the warm-up": _size(numbers.before),
         "at the end": _size(numbers.after),

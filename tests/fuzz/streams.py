@@ -1,4 +1,4 @@
-"""Connections that are no ZMQ library's: the bytes of a whole conversation, broken off anywhere, or wrong.
+"""Connections without a ZMQ library: the bytes of a whole conversation, cut off anywhere, or wrong.
 
 ZMTP 3.1 (https://rfc.zeromq.org/spec/37): a greeting, a READY command, then frames. A byte of flags says whether a
 frame is a command (4), whether its size takes eight bytes (2) and whether more of the message follows (1).
@@ -43,16 +43,16 @@ def frame(data: bytes, flags: int = 0) -> bytes:
 OPENING = greeting() + ready()
 LAST = frame(pack(tree(HEALTH)))
 WHOLE = OPENING + LAST
-"""What a DEALER sends to have `HEALTH` answered; it sends `LAST` once the worker is ready too."""
+"""The bytes of a DEALER that asks for `HEALTH`. It sends `LAST` only once the worker is ready too."""
 
 
 def broken_off(at: int) -> list[bytes]:
-    """The parts of `WHOLE` up to byte `at`."""
+    """Return the parts of `WHOLE` up to byte `at`."""
     return [WHOLE[: min(at, len(OPENING))], WHOLE[len(OPENING) : at]]
 
 
 def wrong(rng: random.Random, message: bytes) -> list[bytes]:
-    """Parts that no client sends."""
+    """Return parts that no client sends."""
     match rng.randrange(8):
         case 0:
             return [rng.randbytes(rng.randrange(200))]
@@ -75,7 +75,7 @@ def wrong(rng: random.Random, message: bytes) -> list[bytes]:
 
 
 def _odd_frame(rng: random.Random) -> bytes:
-    """A command that the worker has no use for, or a part of a message that never ends."""
+    """Return a command that the worker does not use, or a part of a message that never ends."""
     match rng.randrange(4):
         case 0:
             return command(b"PING", rng.choice((b"", b"\0\x01", b"\0\x64" + bytes(16), b"\xff\xff" + bytes(200))))
@@ -95,7 +95,7 @@ def _flipped(rng: random.Random, stream: bytes) -> bytes:
 
 
 class Stream:
-    """A connection on which nothing is sent but `opening` and, once the worker has said that it is ready, `rest`."""
+    """A connection that sends only `opening` and, once the worker has announced that it is ready, `rest`."""
 
     def __init__(self, path: str, opening: bytes, rest: bytes = b"") -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -106,11 +106,11 @@ class Stream:
             self._send(rest)
 
     def _send(self, data: bytes) -> None:
-        with suppress(OSError):  # the worker has broken off
+        with suppress(OSError):  # the worker has closed the connection
             self._socket.sendall(data)
 
     def hears(self, mark: bytes, patience: float) -> bool:
-        """Whether `mark` comes before the worker breaks off."""
+        """Return whether `mark` arrives before the worker closes the connection."""
         received, deadline = b"", time.monotonic() + patience
         self._socket.settimeout(0.02)
         while mark not in received and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What is attacked: a worker process with small limits, so that they are reached, and a log of its own."""
+"""The attacked worker process. Its limits are small, so that the attack reaches them, and it has its own log."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LIMITS: dict[str, Any] = dict(
     max_n=16,
     drain_seconds=5.0,
 )
-"""Few may wait, so that a pause of some milliseconds fills the queue."""
+"""Few requests may wait, so a pause of some milliseconds fills the queue."""
 ENGINE: dict[str, Any] = dict(
     num_blocks=14, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
 )
-"""All requests together want more than 224 tokens of KV memory, so that some are preempted."""
+"""All requests together need more than 224 tokens of KV memory, so some are preempted."""
 LAST_LINES = 12
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (
 
 
 def ignore(numbers: Numbers) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 @contextmanager
@@ -68,10 +68,10 @@ def campaign_against(
     show: Show = ignore,
     command: tuple[str, ...] = WORKER_COMMAND,
 ) -> Iterator[Campaign]:
-    """A campaign against the worker that `command` starts for `model`. At the end that must exit as told, with no
-    traceback in its log.
+    """A campaign against the worker that `command` starts for `model`.
 
-    A Violation comes with the last lines of the worker's log.
+    At the end the worker must exit when told, with no traceback in its log. A Violation includes the last lines of the
+    worker's log.
     """
     with tempfile.NamedTemporaryFile(prefix="trueroll-fuzz-", suffix=".log") as log:
         try:
@@ -83,20 +83,20 @@ def campaign_against(
                 try:
                     yield campaign
                 except Violation:
-                    worker.kill()  # nothing is to be learnt from its end
+                    worker.kill()  # after a violation a clean end would show nothing
                     raise
             if worker.exit_code != 0:
-                raise Violation(f"the worker was told to end, and did so with exit code {worker.exit_code}")
+                raise Violation(f"the worker exited with code {worker.exit_code} after it was told to end")
             if "Traceback" in Path(log.name).read_text(errors="replace"):
-                raise Violation(f"the worker met an exception that nobody had foreseen; {_kept(log.name)} has it")
+                raise Violation(f"the worker logged an unexpected exception; {_kept(log.name)} has the log")
         except (Violation, TruerollError) as error:
             lines = Path(log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
-            raise Violation("\n".join([str(error), "the worker's last words:", *lines])) from error
+            raise Violation("\n".join([str(error), "last lines of the worker's log:", *lines])) from error
 
 
 @contextmanager
 def _front_of(worker: WorkerProcess, model: str, plan: Plan) -> Iterator[FrontProcess | None]:
-    """The front end, if the plan has one. At the end it must exit as told."""
+    """The front end, if the plan has one. At the end it must exit when told."""
     if not plan.http:
         yield None
         return
@@ -107,14 +107,14 @@ def _front_of(worker: WorkerProcess, model: str, plan: Plan) -> Iterator[FrontPr
             front.end()
         except (Violation, TruerollError) as error:
             front.kill()
-            raise Violation("\n".join([str(error), "the front end's last words:", *front.last_words()])) from error
+            raise Violation("\n".join([str(error), "last lines of its log:", *front.last_words()])) from error
         except BaseException:
             front.kill()
             raise
 
 
 def _kept(log: str) -> str:
-    """A copy of the log, which outlasts the campaign."""
+    """Copy the log to a place that outlasts the campaign, and return the path."""
     return shutil.copy(log, f"{log}.kept")
 
 

@@ -1,4 +1,4 @@
-"""The fuzzer in CI: a short campaign, and that the harness finds what it is there to find."""
+"""The fuzzer in CI: a short campaign, and a check that the harness finds each planted fault."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("faulty_worker.py"
 FOUND = {
     "flips a bit": "another result than from the quiet worker",
     "loses an error": "replies to the attack are owed",
-    "repeats an error": "not owed, or twice",
+    "repeats an error": "not owed, or a second one",
     "serves another push": "serves the push ffff",
     "keeps blocks": "1 blocks in use",
     "exits": "the worker ended with exit code 3",
     "hangs": "did not answer",
     "grows": "grew by more than",
-    "leaks descriptors": "did not come back to its threads and descriptors",
-    "logs a traceback": "that nobody had foreseen",
-    "ends badly": "did so with exit code 4",
+    "leaks descriptors": "did not return to its threads and descriptors",
+    "logs a traceback": "logged an unexpected exception",
+    "ends badly": "exited with code 4 after it was told to end",
 }
 
 
@@ -48,7 +48,7 @@ def memory() -> Iterator[Memory]:
     memory.close()
 
 
-def test_the_corpus_has_every_message_and_nothing_is_wrong_with_them(memory: Memory) -> None:
+def test_the_corpus_has_every_message_type_and_only_valid_messages(memory: Memory) -> None:
     corpus = Corpus(random.Random(0), memory)
     types = set()
     for message in (message for _ in range(1000) for message in corpus.script()):
@@ -59,7 +59,7 @@ def test_the_corpus_has_every_message_and_nothing_is_wrong_with_them(memory: Mem
     assert CODES == {error.code for error in SENT_ERRORS} - {"worker_failed", "unavailable", "unread", "forbidden"}
 
 
-def test_a_seed_gives_the_same_round_which_can_be_read_again(memory: Memory, tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_round_and_a_saved_round_is_read_back(memory: Memory, tmp_path: Path) -> None:
     trace = Trace()
     trace.start_round()
     for sent in Rounds(7, memory).draw(3):
@@ -72,7 +72,7 @@ def test_a_seed_gives_the_same_round_which_can_be_read_again(memory: Memory, tmp
     assert len(frames) // 4 < num_readable < len(frames) and max(map(len, frames)) > 1000
 
 
-def test_an_ack_that_hides_what_it_is_refused_for_is_not_counted_on() -> None:
+def test_an_ack_with_a_repeated_field_has_no_certain_reply() -> None:
     hidden = Pairs([[b"n", 1]])
     ack = Pairs([["version", 1], ["type", "ack"], ["ids", hidden], ["ids", ["x"]]])
     with pytest.raises(ProtocolError, match="is not a string"):
@@ -85,7 +85,7 @@ def test_an_ack_that_hides_what_it_is_refused_for_is_not_counted_on() -> None:
 
 @pytest.mark.parametrize("in_flight", ["abort", "recompute"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
-def test_what_would_harm_others_by_right_is_not_sent(memory: Memory, in_flight: str, host: str) -> None:
+def test_messages_that_may_harm_other_clients_are_not_sent(memory: Memory, in_flight: str, host: str) -> None:
     source = {"kind": "collective", "host": host, "port": CLOSED_PORT}
     waits = {"timeout": SECONDS, "drain_timeout": SECONDS}
     begin = {"type": "begin_push", "in_flight": in_flight, "source": source, **waits}
@@ -114,7 +114,9 @@ def test_a_worker_without_a_fault_passes() -> None:
     assert fake_campaign("none", patience=20.0).messages >= 2 * ROUND
 
 
-def test_a_campaign_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+def test_a_campaign_that_fails_to_start_leaves_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
     def start_receiving(operator: Operator) -> None:
         raise Violation("found by the operator")
 

@@ -1,4 +1,4 @@
-"""The fuzzer of HTTP in CI: a short campaign, and that the harness finds what it is there to find."""
+"""The HTTP fuzzer in CI: a short campaign, and a check that the harness finds each wrong answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answer(status: int, body: bytes) -> bytes:
 
 @pytest.fixture
 def saying() -> Iterator[Callable[[bytes], tuple[str, int]]]:
-    """Starts a server that answers each connection with the same bytes, and closes it."""
+    """A function that starts a server. The server answers each connection with the same bytes and closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(data: bytes) -> None:
@@ -75,11 +75,11 @@ def test_the_corpus_has_every_path() -> None:
         ("/pause?mode=kee", False),
     ],
 )
-def test_what_would_end_the_requests_of_others_is_not_sent(target: str, is_let_through: bool) -> None:
+def test_requests_that_end_requests_of_others_are_not_sent(target: str, is_let_through: bool) -> None:
     assert is_tame(f"POST {target} HTTP/1.1\r\n\r\n".encode()) == is_let_through
 
 
-def test_a_seed_gives_the_same_round_which_can_be_read_again(tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_round_and_a_saved_round_is_read_back(tmp_path: Path) -> None:
     trace = Trace()
     trace.start_round()
     for sent in HttpRounds(7).draw(3):
@@ -110,7 +110,7 @@ ERROR = {"message": "m", "type": "t", "param": None, "code": "c"}
     [
         (b"", "plain", "no answer to"),
         (b"", "head", None),
-        (b"\x15\x03\x01", "head", "what is no HTTP"),
+        (b"\x15\x03\x01", "head", "something other than HTTP"),
         (answer(500, b"Internal Server Error"), "body", "was answered with"),
         (answer(500, b"other"), "body", "was answered with"),
         (answer(418, b"tea"), "head", "was answered with"),
@@ -129,7 +129,7 @@ def test_a_wrong_answer_is_found(
     attacker = HttpAttacker(saying(said), 20.0, lambda: None)
     attacker.send(SENT._replace(kind=kind))
     assert attacker._socket is not None
-    attacker._socket.recv(1, socket.MSG_PEEK)  # until the answer is there, or the end
+    attacker._socket.recv(1, socket.MSG_PEEK)  # waits for the answer, or for the end of the connection
     if found is None:
         attacker.finish()
         assert attacker.statuses.total() == 1

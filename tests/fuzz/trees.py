@@ -1,6 +1,6 @@
-"""Messages as trees that can also be what no message may be, and their form on the wire.
+"""Messages as trees, which may break the rules of messages, and their form on the wire.
 
-A map is `Pairs`, so that a key can come twice or be no string; `Raw` is bytes that are put into the frame as they are.
+A map is a `Pairs`, so that keys can repeat or not be strings. A `Raw` holds bytes that go into the frame unchanged.
 Knows nothing of the protocol.
 """
 
@@ -21,13 +21,13 @@ class Pairs(list[list[Any]]):
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes of a frame that need not be MessagePack."""
+    """Bytes of a frame. They need not be MessagePack."""
 
     data: bytes
 
 
 class Place(NamedTuple):
-    """Where a value is: `box[at]`, or the second half of it in a map."""
+    """The place of a value: `box[at]`, or in a map the second half of `box[at]`."""
 
     box: list[Any]
     at: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def tree(value: Any) -> Any:
-    """The tree of a plain value."""
+    """Return the tree of a plain value."""
     if isinstance(value, dict):
         return Pairs([key, tree(part)] for key, part in value.items())
     if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ def tree(value: Any) -> Any:
 
 
 def places(box: list[Any]) -> list[Place]:
-    """Every value in `box`, at any depth."""
+    """Return the places of all values in `box`, at any depth."""
     return list(_places(box))
 
 
@@ -66,7 +66,7 @@ def _places(box: list[Any]) -> Iterator[Place]:
 
 
 def pack(node: Any) -> bytes:
-    """The bytes of a tree."""
+    """Return the bytes of a tree."""
     if isinstance(node, Raw):
         return node.data
     if isinstance(node, Pairs):
@@ -77,7 +77,7 @@ def pack(node: Any) -> bytes:
 
 
 def unpack(frame: bytes) -> dict[str, Any] | None:
-    """The map in a frame, or None if it holds none with string keys. Deeper maps may have others."""
+    """Return the map in a frame, or None if it has no map with string keys. Nested maps may have other keys."""
     try:
         fields = msgpack.unpackb(frame, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
@@ -86,7 +86,7 @@ def unpack(frame: bytes) -> dict[str, Any] | None:
 
 
 def num_fields(frame: bytes) -> int:
-    """Of a frame that holds a map: how many it says, the same one twice included."""
+    """Return the number of fields that the map in a frame declares, repeated fields included."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(frame)
     return unpacker.read_map_header()

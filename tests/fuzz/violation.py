@@ -1,4 +1,4 @@
-"""What the harness raises, and what it keeps so that one can see it again."""
+"""The error that the harness raises, and the trace that it keeps to reproduce it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class Violation(Exception):
 
 
 class Sent(NamedTuple):
-    """Something that was sent: by `who` of the attackers, unless `kind` names somebody else.
+    """Something that was sent. `sender`: number of the attacker that sent it, unless `kind` says otherwise.
 
-    `deserted`: by the deserter. `break`: it breaks off, with a linger of `who` ms, and comes back under the identity in
-    `frames`, if there is one. `stream`: a connection of its own, with these bytes before and after the handshake.
+    `deserted`: sent by the deserter. `break`: the deserter breaks its connection with a linger of `sender` ms, and
+    comes back with the identity in `frames`, if there is one. `stream`: a separate connection that sends these bytes
+    before and after the handshake.
     """
 
     kind: str
-    who: int
+    sender: int
     frames: list[bytes]
 
 
 class Trace:
-    """What was sent in the last rounds."""
+    """Everything that was sent in the last rounds."""
 
     def __init__(self) -> None:
         self._rounds: deque[list[Sent]] = deque(maxlen=ROUNDS_KEPT)
@@ -42,12 +43,12 @@ class Trace:
     def save(self, path: Path) -> None:
         with path.open("w") as file:
             for sent in (sent for round in self._rounds for sent in round):
-                line = {"kind": sent.kind, "who": sent.who, "frames": [frame.hex() for frame in sent.frames]}
+                line = {"kind": sent.kind, "sender": sent.sender, "frames": [frame.hex() for frame in sent.frames]}
                 print(json.dumps(line), file=file)
 
 
 def read_trace(path: Path) -> Iterator[Sent]:
-    """What `Trace.save` wrote."""
+    """Yield the entries that `Trace.save` wrote."""
     for line in path.read_text().splitlines():
         entry = json.loads(line)
-        yield Sent(entry["kind"], entry["who"], [bytes.fromhex(frame) for frame in entry["frames"]])
+        yield Sent(entry["kind"], entry["sender"], [bytes.fromhex(frame) for frame in entry["frames"]])

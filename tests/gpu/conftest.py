@@ -1,7 +1,7 @@
-"""Tests that need an NVIDIA GPU; elsewhere each is skipped and says why.
+"""Tests that need an NVIDIA GPU. Without one each test is skipped with a reason.
 
-`make test-gpu` and `examples/benchmarks/gpu_check.py` run them. What a test records as the property `found` stands in
-the report of `gpu_check.py`.
+`make test-gpu` and `examples/benchmarks/gpu_check.py` run these tests. `gpu_check.py` reports what a test records as
+the property `found`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _needs_a_gpu() -> None:
 
 @pytest.fixture
 def gpu() -> torch.device:
-    """For a test that nothing on a CPU can stand in for."""
+    """The GPU, for a test that a CPU cannot rehearse."""
     if IS_REHEARSAL:
         pytest.skip("needs a GPU, which a rehearsal does without")
     return DEVICE
@@ -40,7 +40,7 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine queues a step while the one before computes, in a rehearsal too."""
+    """Make the engine queue a step while the previous one computes, in a rehearsal too."""
     if IS_REHEARSAL:
         monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
 
@@ -53,7 +53,7 @@ def kernels(_needs_a_gpu: None) -> Backend:
 
 @pytest.fixture
 def ops(kernels: Backend) -> Moved:
-    """The Triton kernels, for tensors on the CPU: what the tests of `tests/kernels` compute with here."""
+    """The Triton kernels, for tensors on the CPU. The tests of `tests/kernels` compute with these here."""
     return Moved(kernels)
 
 
@@ -79,7 +79,7 @@ def mixing(served: Served) -> Served:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """The threads of the CPU are nothing to a GPU; a test that changes their number gives them back."""
+    """CPU threads do not affect a GPU. A test that changes their number has it restored."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,6 +1,6 @@
-"""Tensors on the GPU, and ops that take theirs from the CPU and compute on the GPU.
+"""Tensors on the GPU, and ops that take tensors from the CPU and compute on the GPU.
 
-A rehearsal runs the same tests on a CPU, in Triton's interpreter, with small sizes: it shows that they run.
+A rehearsal runs the same tests on a CPU, in Triton's interpreter, with small sizes. It shows that the tests run.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _WRITES = ("qkv", "write_kv", "convolve", "delta_rule", "layers", "merge_into")
 
 
 def sized(real: T, rehearsed: T) -> T:
-    """The first on a GPU, the second in a rehearsal."""
+    """Return `real` on a GPU and `rehearsed` in a rehearsal."""
     return rehearsed if IS_REHEARSAL else real
 
 
 def cut_config(name: str, folder: Path, **changes: Any) -> Path:
-    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal; then changed."""
+    """Write a shipped configuration, cut to two layers (in a rehearsal one small layer) and changed, into `folder`."""
     config = json.loads((find_config(name) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL) | changes))
     return folder
 
 
 class Moved:
-    """The ops of a backend, for tensors on the CPU, in a form that every test of `tests/kernels` can use."""
+    """The ops of a backend, for tensors on the CPU, so that every test of `tests/kernels` can use them."""
 
     def __init__(self, ops: Backend) -> None:
         self._ops = ops
@@ -66,7 +66,7 @@ class Moved:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A tensor, or the tensors in tuples, lists and dataclasses, on this device."""
+    """Move a tensor, or the tensors in tuples, lists and dataclasses, to this device."""
     if isinstance(value, Tensor):
         return _move_in_place(value, device)
     if isinstance(value, tuple | list):
@@ -79,7 +79,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def _move_in_place(x: Tensor, device: torch.device) -> Tensor:
-    """With the memory around it, so that it lies there as it did here: shifted, or with gaps."""
+    """Move a tensor with its surrounding memory, so that its offset and its gaps stay the same."""
     if x.is_contiguous() and x.storage_offset() == 0:
         return x.to(device)
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
@@ -87,7 +87,7 @@ def _move_in_place(x: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_back(ours: Any, theirs: Any) -> None:
-    """Stores in our tensors, also those in tuples and lists, what theirs hold."""
+    """Copy the values of `theirs` into the tensors of `ours`, including those in tuples and lists."""
     if isinstance(ours, Tensor):
         ours.copy_(theirs)
     elif isinstance(ours, tuple | list):
@@ -96,12 +96,12 @@ def copy_back(ours: Any, theirs: Any) -> None:
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
-    """Normal numbers on the GPU, with this standard deviation."""
+    """Return normal numbers on the GPU with standard deviation `scale`."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(dtype)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Equality of bits, for tensors on the GPU."""
+    """Return whether tensors on the GPU have equal bits."""
     assert left.dtype == right.dtype and left.shape == right.shape
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A worker process with the fake engine, whose weights are on the configured device; `stats` tells their checksums."""
+"""A worker process with the fake engine and with weights on the configured device. `stats` has their checksums."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from trueroll.weight_sync.payload.manifest import checksum  # noqa: E402
 from trueroll.weight_sync.payload.tensors import raw_bytes  # noqa: E402
 
 SHAPES = {"embed.weight": (40_000, 1000), "layer.weight": (2048, 1001), "norm.weight": (1001,), "last": (1,)}
-"""More than one bucket, and sizes that no word divides."""
+"""More than one bucket in total, and sizes that are not multiples of a word."""
 
 
 def trainer_tensors(seed: int, device: str) -> dict[str, torch.Tensor]:
-    """Float32 tensors that are the same for the same seed, in every process."""
+    """Return float32 tensors that depend only on the seed, in every process."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
 
 
 def checksums_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Of the tensors' bits in bfloat16."""
+    """Return checksums of the tensors' bits in bfloat16."""
     return {name: checksum(raw_bytes(tensor.to(torch.bfloat16).cpu())) for name, tensor in tensors.items()}
 
 
 class DeviceWeights(FakeWeights):
-    """Where pushes go, on any device."""
+    """The target of pushes, on any device."""
 
     def __init__(self, device: str) -> None:
         super().__init__(SHAPES)

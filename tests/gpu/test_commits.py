@@ -23,7 +23,7 @@ COMMITS = sized(12, 2)
 
 
 def stage_beside(engine: Engine, tensors: Mapping[str, Tensor]) -> WeightStaging:
-    """As a worker's receiver does, from a thread and a stream of its own."""
+    """Stage from a thread and a stream of its own, as a worker's receiver does."""
     with stream_beside(DEVICE):
         staging = stage(engine, tensors, step=4096)
         wait_for_stream(DEVICE)
@@ -61,4 +61,4 @@ def test_each_version_serves_its_own_bits_whatever_was_under_way(tmp_path: Path,
             engine.step()
             engine.abort(beside.id)
             assert served(engine) == expected[number % 2], f"version {number}"
-    assert under_way == COMMITS, "premise: a step was under way at each commit"
+    assert under_way == COMMITS, "premise: a step was in flight at each commit"

@@ -1,4 +1,4 @@
-"""A token has the same bits by decoding, by prefill and by a CUDA graph, however many decode in the same step."""
+"""A token has the same bits by decode, by prefill and by a CUDA graph, for any number of decodes in the same step."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ ALIVE = sized(
     (520, 513, 512, 511, 300, 257, 256, 255, 130, 129, 128, 127, 65, 64, 33, 32, 17, 16, 9, 8, 5, 3, 2, 1),
     (3, 2, 1),
 )
-"""How many samples decode in each step after the prompts."""
+"""Number of samples that decode, step by step after the prompts."""
 SHARED, OWN = sized(704, 16), sized(9, 3)
-"""Tokens of a prompt that all have, so that there is more than one partition of keys, and its own."""
+"""Tokens of a prompt that all prompts share, which give more than one partition of keys, and its own tokens."""
 MODELS = sized(("qwen3-0.6b", "qwen2.5-7b"), ("qwen3-0.6b",))
 Samples: TypeAlias = dict[tuple[str, int], SampleOutput]
 
 
 @pytest.fixture(params=MODELS)
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
-    """Two layers of a model."""
+    """A model cut to two layers."""
     return config_of(cut_config(request.param, tmp_path))
 
 
 def config_of(model: Path, **settings: Any) -> EngineConfig:
-    """For as many sequences as decode together."""
+    """Return a configuration with room for all sequences that decode together."""
     return EngineConfig(
         model=str(model),
         device=str(DEVICE),
@@ -54,7 +54,7 @@ def config_of(model: Path, **settings: Any) -> EngineConfig:
 
 @pytest.fixture
 def loaded(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    """Its weights. In a rehearsal a step computed anew stands in for a graph."""
+    """The model's weights. In a rehearsal, computing a step again stands in for a graph."""
     loaded = load_dummy(config)
     if IS_REHEARSAL:
         monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, [])))
@@ -63,7 +63,7 @@ def loaded(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> LoadedModel
 
 
 def requests() -> list[GenerateRequest]:
-    """So many that, after the prompts' step, `ALIVE` of them decode, and of each temperature some."""
+    """Return requests of several temperatures. `ALIVE[i]` of them decode in step i after the prompts' step."""
     shared = tokens(SHARED)
     return [
         generate(
@@ -78,7 +78,7 @@ def requests() -> list[GenerateRequest]:
 
 
 def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch) -> tuple[Samples, list[int]]:
-    """The samples, and how many decoded in each step that only decoded. The shared prefix is found in the cache."""
+    """Return the samples, and the number of decodes in each decode-only step. The shared prefix is in the cache."""
     run(engine, [generate("first", tokens(SHARED), max_tokens=1)])
     sizes: list[int] = []
     launch = engine._pipeline._launch
@@ -93,7 +93,7 @@ def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.Monk
 
 
 def score_bits(engine: Engine, asked: list[GenerateRequest], samples: Samples) -> dict[tuple[str, int], bytes]:
-    """The log-probs that prefill gives to the tokens of each sample."""
+    """Return the log-probs that prefill gives for the tokens of each sample."""
     for request in asked:
         token_ids = np.array([*request.prompt_token_ids, *samples[request.id, 0].token_ids], np.int32)
         engine.add(ScoreRequest(request.id, token_ids, Distribution(temperature=request.params.temperature)))

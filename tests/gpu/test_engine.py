@@ -1,4 +1,4 @@
-"""Engine and trainer on a GPU: the exactness matrix, CUDA graphs, memory that sleep gives back, a trainer's bits."""
+"""Engine and trainer on a GPU: the exactness matrix, CUDA graphs, memory that sleep frees, a trainer's bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ dense_and_mixture = pytest.mark.parametrize("two_layers", ["qwen3-0.6b", "qwen3-
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matrix has all of its cells, or in a rehearsal one."""
+    """Use all cells of the matrix, or only one in a rehearsal."""
     monkeypatch.setattr(verify, "CELLS", sized(verify.CELLS, verify.CELLS[1:2]))
 
 
@@ -70,7 +70,7 @@ def test_no_bit_differs_for_layers_of_real_size(two_layers: Path, cells: None) -
 
 @pytest.fixture
 def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every replay of a CUDA graph in this test."""
+    """The list of all replays of CUDA graphs in this test."""
     seen: list[object] = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph)))
@@ -79,7 +79,7 @@ def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @dense_and_mixture
 def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
-    """Ten samples, of which ever fewer go on."""
+    """Ten samples that end at different steps, so that ever fewer decode."""
     config = config_of(two_layers, max_model_len=2048, max_num_batched_tokens=4096)
     loaded = load_dummy(config)
     requests = [
@@ -95,7 +95,7 @@ def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """While it lasts, what waits for the device raises RuntimeError."""
+    """Make operations that synchronize the device raise RuntimeError."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -104,7 +104,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def kinds_of(chunks: Chunks) -> set[str]:
-    """What a step computes, of the kinds whose launches differ."""
+    """Return the kinds of work in a step; kinds differ in their launches."""
     decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
     drawing = [sample.request.params for chunk in chunks for sample in chunk.drawing]
     found = {
@@ -170,7 +170,7 @@ def test_sleep_gives_the_memory_of_the_device_back(
     assert engine.sleep(level, tags, "recompute") == []
     seconds, asleep = time.perf_counter() - before, free_bytes()
     expected_bytes = sum(held[tag] for tag in tags)
-    assert asleep - awake >= 0.97 * expected_bytes > 0, "the system has it, not torch"
+    assert asleep - awake >= 0.97 * expected_bytes > 0, "the system has the memory, not torch"
     before = time.perf_counter()
     engine.wake_up(tags)
     awake_seconds = time.perf_counter() - before
@@ -222,7 +222,7 @@ def norm_of(size: int) -> tuple[torch.Tensor, NormSpec]:
 
 
 def test_a_commit_while_the_device_is_busy(gpu: torch.device, two_layers: Path) -> None:
-    """Staged on a stream of its own, as pushes are; the device has not begun to copy when the staging is freed."""
+    """Weights are staged on their own stream, as in a push. The staging is freed before the device begins to copy."""
     config = config_of(two_layers, kv_memory=2**28, max_model_len=2048)
     engine = Engine(config, load_dummy(config))
     expected = {name: weight.to_dense().cpu().flip(0) for name, weight in engine.weights.tensors.items()}

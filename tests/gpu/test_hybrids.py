@@ -1,4 +1,4 @@
-"""Hybrids: a token has the same bits by decoding, by prefill and by a graph, and going on from any checkpoint."""
+"""Hybrids: a token has the same bits by decode, by prefill, by a graph, and when continued from any checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THIN = dict(linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_di
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    """A delta net and an attention of Qwen3.5-0.8B."""
+    """A delta net layer and an attention layer of Qwen3.5-0.8B."""
     changes: dict[str, Any] = dict(num_hidden_layers=2, full_attention_interval=2) | sized({}, THIN)
     return decode.config_of(cut_config("qwen3.5-0.8b", tmp_path, **changes), state_interval=16)
 

@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 elements: caches and logits, of which kernels compute the places."""
+"""Caches and logits of more than 2**31 elements, for which kernels must compute large offsets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def new_cache() -> Tensor:
 
 
 def slots_of(tables: Tensor) -> Tensor:
-    """Where the tokens of sequences of LENS stand."""
+    """Return the slots of the tokens of sequences with lengths LENS."""
     token = [torch.arange(n, device=DEVICE) for n in LENS]
     blocks = [row[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for row, t in zip(tables, token, strict=True)]
     return torch.cat(blocks)
 
 
 def test_attention_at_both_ends_of_large_caches(kernels: Backend) -> None:
-    """Prefill, decode, and decode as graphs have it, of the same keys and values in the first and the last blocks."""
+    """Prefill, decode, and decode by a graph, on the same keys and values in the first and in the last blocks."""
     k_cache, v_cache = new_cache(), new_cache()
     near = torch.arange(len(LENS) * WIDTH, device=DEVICE).view(len(LENS), WIDTH)
     far = BLOCKS - 1 - near

@@ -1,4 +1,4 @@
-"""What the other tests ran on, and which matrix instruction each kernel that was loaded there multiplies by."""
+"""The versions that the tests ran with, and the matrix instruction that each loaded kernel multiplies by."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .test_decode import requests
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 SETTINGS = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_")
-# Features, any number of tokens and 16 columns of K, as the machine code of a generation of GPUs names them.
+# Instructions with any number of features and tokens and 16 columns of K, as in the machine code of each generation.
 INSTRUCTIONS = {8: r"HMMA\.16816", 9: r"HGMMA\.64x\d+x16"}
 MULTIPLYING = {"qwen2.5-7b": {"products", "attention"}, "qwen3-moe-0.3b": {"products", "attention", "experts"}}
-"""Models, and the modules of kernels with a matrix product that they use; all that have one are there."""
+"""For each model, the kernel modules with a matrix product that it uses. Every such module occurs here."""
 
 
 def test_versions_and_driver(record_property: Callable[[str, str], None]) -> None:
@@ -48,7 +48,7 @@ def test_versions_and_driver(record_property: Callable[[str, str], None]) -> Non
 
 @pytest.fixture
 def loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Every kernel of this project that runs in the test, by what it was compiled from."""
+    """All kernels of this project that run in the test, keyed by what they were compiled from."""
     seen: dict[str, Any] = {}
     run_kernel: Callable[..., Any] = JITFunction.run
 
@@ -70,7 +70,7 @@ def test_each_loaded_kernel_multiplies_by_one_instruction(
     loaded_kernels: dict[str, Any],
     record_property: Callable[[str, str], None],
 ) -> None:
-    """The kernels of two layers of a model, for prompts and for 1 to 520 decodes."""
+    """Checks the kernels of two layers of a model, for prompts and for 1 to 520 decodes."""
     expected = INSTRUCTIONS[torch.cuda.get_device_capability(gpu)[0]]
     config = EngineConfig(
         model=str(cut_config(name, tmp_path)),

@@ -1,5 +1,6 @@
-"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, the contract, delta nets, and
-adapters in weights, whose bits are those of a CPU.
+"""The tests of `tests/kernels` for every backend, run on a GPU: accuracy, joined ops, the contract, and delta nets.
+
+Also adapters in weights: their bits must equal those of a CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Six tests with cases of their own, since theirs name the backends that run on a CPU.
+# Six tests have their own cases here, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)

@@ -1,4 +1,4 @@
-"""Pushes of weights from GPU to GPU: CUDA IPC on one GPU, NCCL between two. Every bit arrives, no memory is lost."""
+"""Pushes of weights from GPU to GPU: CUDA IPC on one GPU, NCCL between two. Every bit arrives; no memory leaks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .push_worker import checksums_of, start_worker, trainer_tensors
 
 SECONDS = 60.0
 SHORT = 3.0
-"""For pushes that must fail: it is waited for."""
+"""Seconds. The timeout of pushes that must fail, because tests wait for it."""
 pytestmark = pytest.mark.usefixtures("gpu")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that torch can use")
 LEAK = 2 * sender_module.GPU_BUCKET_BYTES
-"""Bytes: what a push would lose if its buckets were not freed."""
+"""Bytes that a push would leak if its buckets were not freed."""
 TRAINER = Path(__file__).with_name("push_trainer.py")
 
 
@@ -42,7 +42,7 @@ def assert_serves(worker: WorkerProcess, version: int, seed: int) -> None:
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "the condition did not come true in time"
         time.sleep(0.05)
 
 
@@ -58,7 +58,7 @@ def publisher_to(worker: WorkerProcess, transport: Any, timeout: float = SECONDS
 
 
 def push_twice(worker: WorkerProcess, publisher: WeightPublisher) -> int:
-    """Versions 1 and 2, until which torch takes memory of its own. Returns how much is free then."""
+    """Push versions 1 and 2; until then torch allocates memory that it keeps. Return the free bytes afterwards."""
     for version in (1, 2):
         publisher.push(trainer_tensors(version, "cuda:0"), version)
         assert_serves(worker, version, version)
@@ -83,7 +83,7 @@ def staged_bytes(client: RolloutClient) -> int:
 
 
 def killing(worker: WorkerProcess, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, of which the first is more than a bucket; then the worker is killed."""
+    """Yield the tensors. The first one is larger than a bucket; then kill the worker."""
     for name, tensor in tensors.items():
         if name == "layer.weight":
             worker.kill()
@@ -100,7 +100,7 @@ def test_by_cuda_ipc_every_bit_arrives_and_all_memory_comes_back(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
 ) -> None:
     with start_worker("cuda:0") as worker, publisher_to(worker, "shared") as publisher:
-        monkeypatch.setattr(sender_module, "SharedSlots", None)  # which host memory would take
+        monkeypatch.setattr(sender_module, "SharedSlots", None)  # a push through host memory would need it
         before = push_twice(worker, publisher)
         for version in range(3, 7):
             result = publisher.push(trainer_tensors(version, "cuda:0"), version)
@@ -174,7 +174,7 @@ def test_an_engine_on_the_gpu_generates_as_if_it_had_loaded_what_was_pushed(tmp_
                 if name == "old":
                     before = client.generate([[1, 20, 30, 40]], params)
                     publisher.push({key: tensor.to("cuda") for key, tensor in tensors.items()}, 1)
-                    assert bits_of(before) != generated[0], "the weights must matter"
+                    assert bits_of(before) != generated[0], "premise: the weights matter"
                 generated.append(bits_of(client.generate([[1, 20, 30, 40]], params)))
     assert generated[0] == generated[1]
 

@@ -1,5 +1,6 @@
-"""The kernels at the sizes of Qwen2.5-7B: near float64, and each row's bits its own, in every tile of the tables; and
-those of experts, at the sizes of Qwen3-30B-A3B and gpt-oss-20b.
+"""The kernels at the sizes of Qwen2.5-7B: close to float64, and a row's bits do not depend on other rows or tiles.
+
+Experts are tested at the sizes of Qwen3-30B-A3B and gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .moved import DEVICE, Moved, move, random, same, sized
 
 DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
 ROWS = sized(8192, 144)
-# Around every size of a tile, and where the tables change from one to the next.
+# Numbers around every size of a tile, and around those where the tables change tiles.
 COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 145, 192, 193, 255, 256, 257, 288, 289)
 COUNTS += (320, 321, 511, 512, 513, 1024, 1025, 2047, 4096)
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
@@ -37,11 +38,11 @@ HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 
 
 
 def gate_up(activation: Activation) -> Product:
-    """Of a weight with the rows of both, one above the other."""
+    """Return the op for a weight with the rows of gate and up, one above the other."""
     return lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), activation=activation)
 
 
-# The rows to compute, the weight's shape, and the op.
+# Number of rows to compute, the weight's shape, and the op.
 PRODUCTS: dict[str, tuple[Any, ...]] = {
     "q": (ROWS, HIDDEN, HIDDEN, lambda ops, x, weight: ops.linear(x, weight)),
     "k": (ROWS, KEYS, HIDDEN, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
@@ -81,7 +82,7 @@ EXPERTS: dict[str, tuple[ExpertsSpec, int]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str, dtype: torch.dtype) -> None:
-    """And few rows have the bits of each expert's products alone."""
+    """Checks also that a few rows have the bits of each expert's products alone."""
     spec, hidden = EXPERTS[name]
     count, inner = spec.num_experts, spec.intermediate_size
     new = partial(random, dtype=dtype, scale=hidden**-0.5)
@@ -111,7 +112,7 @@ def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)])
 def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch.dtype) -> None:
-    """One rounding to the dtype, and float32 rounding for each term of a sum, as in `tests/kernels`."""
+    """The bound is one rounding to the dtype and a float32 rounding per term of a sum, as in `tests/kernels`."""
     for rows in sized((1, 16, 64, 128, 1024), (1, 16)):
         x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
         exact, magnitude = (a.double() @ b.double().T for a, b in ((x, weight), (x.abs(), weight.abs())))
@@ -126,7 +127,7 @@ def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
-    """A row's query, key and value are those of the ops one by one, however many rows share the call."""
+    """A row's query, key and value equal those of the separate ops, for any number of rows in the call."""
     heads, kv_heads, size = sized((28, 4, 128), (3, 1, 32))
     spec = layer_spec(heads, kv_heads, size, qkv_bias=True)
     mixer = attention_of(spec)
@@ -159,7 +160,7 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
 def test_decode_has_the_bits_of_prefill(
     ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
 ) -> None:
-    """Whole prompts, the same in chunks, single tokens in all company, and single tokens as a CUDA graph has them."""
+    """Compares whole prompts, prompts in chunks, single tokens beside any others, and single tokens by a CUDA graph."""
     lens = sized([1, 63, 64, 65, 511, 512, 513, 1600, 5000], [1, 65, 530])
     longest = lens[-1]
     paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size, **attention)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the tests without a GPU put in place of CUDA graphs, beside the real thing."""
+"""The stand-in for CUDA graphs that tests without a GPU use, compared with real CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trueroll.engine.running.graphs import Capture, CudaCapture
 
 
 def check_capture(capture: Capture, device: torch.device) -> None:
-    """The outputs stay where they are, and `replay` fills them from the new content of the inputs, and only then."""
+    """Check that outputs keep their memory, and that only `replay` fills them, from the current inputs."""
     given = torch.arange(4, device=device)
     [doubled, negative], replay = capture(lambda: [given * 2, -given])
     replay()  # CUDA computes nothing while it captures

@@ -1,4 +1,4 @@
-"""No row differs in any tile, for either dtype, whatever K and the number of features leave over."""
+"""No row differs in any tile, for both dtypes, and for any remainder of K and of the number of features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .moved import random, sized
 from .test_real_sizes import COUNTS, DTYPES, gate_up
 
 ROWS = sized(2100, 140)
-# Columns beyond a multiple of 128: of 8, of 16, of every depth of a tile, and of none of these.
+# Columns beyond a multiple of 128: multiples of 8, of 16, of every depth of a tile, and of none of these.
 TAILS = sized((0, 8, 16, 24, 40, 64, 72, 120, 1), (8, 1))
 # The weight's shape without the tail, and the op. A weight of 8192 rows is not cut along K.
 PRODUCTS: dict[str, tuple[Any, ...]] = {
@@ -30,7 +30,7 @@ PRODUCTS: dict[str, tuple[Any, ...]] = {
 
 
 def tile_of(compute: Callable[[], Tensor]) -> tuple[int, int, int]:
-    """Features, tokens and depth of the tile that this product is computed in."""
+    """Return features, tokens and depth of the tile that computes this product."""
     with recording() as launches:
         compute()
     (constants,) = (dict(launch.constants) for launch in launches if "DEPTH" in dict(launch.constants))
@@ -58,7 +58,7 @@ def test_no_row_differs(kernels: Backend, name: str, tail: int, dtype: torch.dty
         tile = tile_of(lambda part=part: product(kernels, part, weight))
         differing[tile] += count_differing_rows(found, everything[ROWS - count :])
     assert len(differing) >= sized(4, 2) or tail % 8, "premise: several tiles were seen"
-    assert differing == Counter(dict.fromkeys(differing, 0)), "rows that differ, by features, tokens, depth of the tile"
+    assert differing == Counter(dict.fromkeys(differing, 0)), "differing rows by features, tokens and depth of the tile"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +67,7 @@ def test_no_row_differs(kernels: Backend, name: str, tail: int, dtype: torch.dty
 def test_every_tile_gives_the_same_bits(
     kernels: Backend, name: str, tail: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the model of the time chooses none of them."""
+    """Includes tiles that the model of the time never chooses."""
     n, k, product = PRODUCTS[name]
     k += tail
     x, weight = random(ROWS, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)

@@ -24,7 +24,7 @@ MODELS = sized(("qwen3-0.6b", "qwen2.5-7b"), ("qwen3-0.6b",))
 
 
 def roll_out(config: EngineConfig, loaded: LoadedModel) -> Rollout:
-    """(prompt, sample), groups of three, with prompts that come in chunks."""
+    """Return (prompt, sample) pairs in groups of three. The prompts are computed in chunks."""
     prompts = {str(i): tokens(n, seed=i) for i, n in enumerate(LENGTHS)}
     params: dict[str, Any] = dict(n=sized(3, 1), temperature=TEMPERATURE, max_tokens=sized(40, 4))
     samples = run(Engine(config, loaded), [generate(id, prompt, **params) for id, prompt in prompts.items()])
@@ -32,10 +32,10 @@ def roll_out(config: EngineConfig, loaded: LoadedModel) -> Rollout:
 
 
 def trainer_model(folder: Path, loaded: LoadedModel) -> Any:
-    """transformers' model of the configuration in a folder, with the worker's weights."""
+    """Return transformers' model of the configuration in a folder, with the worker's weights."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=loaded.model.dtype).to(DEVICE)
     missing = model.load_state_dict({name: weight.to_dense() for name, weight in loaded.weights.tensors.items()}, False)
-    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}, "tied, or there"
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}, "the head is tied or loaded"
     return model
 
 

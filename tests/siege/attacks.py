@@ -1,7 +1,7 @@
-"""Attacks on an HTTP front end, each on connections of its own, as a process that opens sockets by hand would make it.
+"""Attacks on an HTTP front end, each on its own connections, as a process with plain sockets would make them.
 
-An attack returns how the front end ended it: the status of an answer, `closed` for a connection that it closed without
-one, or `left` where the attack itself went away, after `Target.patience` seconds at most.
+An attack returns how it ended: the status of an answer, `closed` if the front end closed the connection without an
+answer, or `left` if the attack itself went away, after at most `Target.patience` seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ COMPLETIONS, CHAT, GENERATE, TOKENIZE = "/v1/completions", "/v1/chat/completions
 MEBIBYTE = 2**20
 PIECE = 2**16
 RECEIVE_BUFFER = 4096
-"""Bytes that the kernel keeps for a client that does not read."""
+"""Bytes that the kernel buffers for a client that does not read."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A front end that listens on loopback. `key`: one that opens it. `patience`: the seconds after which an attack
-    goes away. `scale`: the size of bodies and texts, 1.0 for the largest ones.
+    """A front end that listens on loopback.
+
+    `key`: a valid key. `patience`: seconds after which an attack goes away. `scale`: factor on the size of bodies and
+    texts; 1.0 is the largest.
     """
 
     port: int
@@ -32,12 +34,12 @@ class Target:
     scale: float
 
     def size(self, most: int) -> int:
-        """How much of something to send."""
+        """Return the size to send: `most` times `scale`, at least 1."""
         return max(1, round(most * self.scale))
 
 
 class Attacker:
-    """One connection. It is closed when the context is left. `number`: says which of its kinds an attack takes."""
+    """One connection, closed at the end of the context. `number`: selects the variant of an attack."""
 
     def __init__(self, target: Target, number: int) -> None:
         self.target, self.number = target, number
@@ -58,7 +60,7 @@ class Attacker:
         self.writer.transport.abort()
 
     async def send(self, data: bytes) -> None:
-        """Write all of it. Raise ConnectionError if the front end has closed the connection."""
+        """Write all data. Raise ConnectionError if the front end has closed the connection."""
         for start in range(0, len(data), PIECE):
             self.writer.write(data[start : start + PIECE])
             await self.writer.drain()
@@ -66,24 +68,24 @@ class Attacker:
                 raise ConnectionResetError
 
     async def head(self, path: str, *headers: str, key: bool = True) -> None:
-        """Begin a request."""
+        """Send the head of a request."""
         own = [f"Authorization: Bearer {self.target.key}"] if key else []
         names = [header.partition(":")[0] for header in headers]
         host = [] if "Host" in names else ["Host: localhost"]
         await self.send("\r\n".join([f"POST {path} HTTP/1.1", *host, *own, *headers, "", ""]).encode())
 
     async def body(self, path: str, body: bytes) -> None:
-        """A whole request."""
+        """Send a whole request."""
         await self.head(path, f"Content-Length: {len(body)}")
         await self.send(body)
 
     async def status(self) -> str:
-        """How the front end answers."""
+        """Return the status of the front end's answer, or `closed`."""
         line = await self.reader.readline()
         return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
 
     async def refused_while(self, sending: Awaitable[None]) -> str:
-        """How it answers what is being sent, to the end or until it is refused."""
+        """Send and return the status of the answer, which may arrive before all is sent."""
         task = asyncio.ensure_future(sending)
         try:
             return await self.status()
@@ -93,37 +95,37 @@ class Attacker:
 
 
 async def chunks_of_strangers(attacker: Attacker) -> str:
-    """A body without end, one byte a chunk, without a key."""
+    """Send an endless body without a key, one byte per chunk."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked", key=False)
     return await attacker.refused_while(_one_byte_chunks(attacker))
 
 
 async def chunks(attacker: Attacker) -> str:
-    """The same with a key."""
+    """Send an endless body with a key, one byte per chunk."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
     return await attacker.refused_while(_one_byte_chunks(attacker))
 
 
 async def trailers(attacker: Attacker) -> str:
-    """Trailers without end behind a body."""
+    """Send endless trailers after a body."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
     await attacker.send(b"2\r\n{}\r\n0\r\n")
     return await attacker.refused_while(_for_ever(attacker, b"X-Trailer: y\r\n"))
 
 
 async def silent(attacker: Attacker) -> str:
-    """A connection on which nothing comes."""
+    """Open a connection and send nothing."""
     return await attacker.status()
 
 
 async def half_a_head(attacker: Attacker) -> str:
-    """A head that goes on slowly."""
+    """Send a head slowly and never finish it."""
     await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     return await attacker.refused_while(_for_ever(attacker, b"X-A: b\r\n", pause=0.5))
 
 
 async def never_reads(attacker: Attacker) -> str:
-    """An answer of megabytes that is not read. It takes no time of the worker, which good requests would miss."""
+    """Do not read an answer of megabytes. It takes no time of the worker, which good requests would lack."""
     wanted = dict(prompt="x y" * 100_000, return_token_strs=True)
     await attacker.body(TOKENIZE, json.dumps(wanted).encode())
     attacker.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -132,14 +134,14 @@ async def never_reads(attacker: Attacker) -> str:
 
 
 async def huge_answer(attacker: Attacker) -> str:
-    """An answer that would take hundreds of megabytes."""
+    """Request an answer of hundreds of megabytes."""
     wanted = dict(prompt=[1, 2], n=128, max_tokens=4000, logprobs=64, return_token_ids=True, ignore_eos=True)
     await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
     return await attacker.status()
 
 
 async def small_elements(attacker: Attacker) -> str:
-    """A body of millions of elements: prompts, token ids, sampling parameters or messages."""
+    """Send a body of millions of elements: prompts, token ids, sampling parameters or messages."""
     count = attacker.target.size(2 * MEBIBYTE)
     kind = attacker.number % 4
     path = (COMPLETIONS, GENERATE, GENERATE, CHAT)[kind]
@@ -154,7 +156,7 @@ async def small_elements(attacker: Attacker) -> str:
 
 
 async def unfinished_body(attacker: Attacker) -> str:
-    """Most of a large body, and then nothing for long."""
+    """Send most of a large body, then nothing for a long time."""
     size = attacker.target.size(12 * MEBIBYTE)
     await attacker.head(COMPLETIONS, f"Content-Length: {size}")
     await attacker.send(b" " * (size - 1000))
@@ -162,34 +164,34 @@ async def unfinished_body(attacker: Attacker) -> str:
 
 
 async def long_text(attacker: Attacker) -> str:
-    """A text of millions of characters, from a client that leaves at once."""
+    """Send a text of millions of characters and leave at once."""
     text = "x y" * attacker.target.size(4 * MEBIBYTE // 3)
     await attacker.body(TOKENIZE if attacker.number % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
     return "left"
 
 
 async def long_conversation(attacker: Attacker) -> str:
-    """A conversation of millions of characters."""
+    """Send a conversation of millions of characters."""
     messages = [{"role": "user", "content": "word " * attacker.target.size(400_000)}] * 4
     await attacker.body(CHAT, json.dumps(dict(messages=messages)).encode())
     return await attacker.status()
 
 
 async def refused_conversation(attacker: Attacker) -> str:
-    """A conversation that the chat template refuses."""
+    """Send a conversation that the chat template refuses."""
     await attacker.body(CHAT, json.dumps(dict(messages=[{"role": "user", "content": None}], max_tokens=1)).encode())
     return await attacker.status()
 
 
 async def huge_head(attacker: Attacker) -> str:
-    """Headers of 32 MiB."""
+    """Send headers of 32 MiB."""
     await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     line = b"X-Header: " + b"y" * 4000 + b"\r\n"
     return await attacker.refused_while(_times(attacker, line, attacker.target.size(32 * MEBIBYTE) // len(line)))
 
 
 async def strange_names(attacker: Attacker) -> str:
-    """Two lengths of one body."""
+    """Send two content lengths for one body."""
     body = b'{"prompt": [1], "prompt": [2], "n": true}'
     await attacker.head(COMPLETIONS, f"Content-Length: {len(body)}", "Transfer-Encoding: chunked")
     await attacker.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
@@ -197,7 +199,7 @@ async def strange_names(attacker: Attacker) -> str:
 
 
 async def escape_codes(attacker: Attacker) -> str:
-    """A name with escape codes of a terminal."""
+    """Send a name with terminal escape codes."""
     await attacker.body(COMPLETIONS, json.dumps({"prompt": [1], "model": "\x1b]0;owned\x07"}).encode())
     return await attacker.status()
 
@@ -210,7 +212,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 async def run_attack(attack: Attack, target: Target, number: int) -> str:
-    """How an attack ended. `number`: see `Attacker`."""
+    """Run an attack and return how it ended. `number`: see `Attacker`."""
     with suppress(OSError, asyncio.IncompleteReadError):
         async with Attacker(target, number) as attacker:
             try:

@@ -1,7 +1,7 @@
-"""The siege by hand: `.venv/bin/python -P tests/siege/run.py --seconds 600`. Exits with 1 if a promise was broken.
+"""Runs the siege by hand: `.venv/bin/python -P tests/siege/run.py --seconds 600`. Exits with 1 on a broken promise.
 
-Starts a worker and a front end, measures good requests alone, under attack, and alone again, and prints the ratio of
-the rates, how long `/health` was silent, and how the attacks ended.
+Starts a worker and a front end. Measures good requests alone, under attack, and alone again. Prints the ratio of the
+rates, the longest silence of `/health`, and how the attacks ended.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     leaves_one = max(1, (os.cpu_count() or 1) - 1)
     parser.add_argument(
-        "--num-threads", type=int, default=leaves_one, help="of the worker; one core is left to the front end"
+        "--num-threads", type=int, default=leaves_one, help="threads of the worker; one core is left to the front end"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the siege; a fifth before it, a tenth alone")
+    parser.add_argument("--seconds", type=float, default=60.0, help="siege; a fifth more warms up, a tenth runs alone")
     parser.add_argument("--attackers", type=int, default=192)
     parser.add_argument("--good", type=int, default=8)
     parser.add_argument("--pause", type=float, default=1.0)
@@ -50,14 +50,14 @@ def main() -> int:
 
 
 def besiege(console: Console, arguments: argparse.Namespace, target: Target, pid: int, address: str, log: Path) -> int:
-    """The exit status."""
+    """Run the siege and return the exit status."""
 
     def siege(seconds: float) -> Siege:
         plan = Plan(seconds, arguments.attackers, arguments.good, arguments.pause)
         return Siege(plan, target, pid, address)
 
     short = siege(max(10.0, arguments.seconds / 10))
-    siege(arguments.seconds / 5).attacked()  # what grows once has grown then
+    siege(arguments.seconds / 5).attacked()  # warms up: one-time growth happens here
     before = short.settled()
     first = short.alone()
     attacked = siege(arguments.seconds).attacked()
@@ -80,9 +80,9 @@ def report(console: Console, first: Seen, attacked: Seen, last: Seen, log: Path)
 
 
 def judge(console: Console, before: Held, left: Held, rate: float, silent_ms: float) -> int:
-    """The exit status: 1 if a promise was broken."""
+    """Print the verdict and return the exit status: 1 if a promise was broken."""
     memory = left.memory / before.memory
-    console.print(f"rate {rate:.2f} of that alone; /health silent for at most {silent_ms:.0f} ms")
+    console.print(f"rate {rate:.2f} of the rate alone; /health silent for at most {silent_ms:.0f} ms")
     console.print(f"memory {memory:.3f} of before; before: {before}; left: {left}")
     broken = [
         text

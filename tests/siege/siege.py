@@ -1,9 +1,9 @@
-"""Good requests, looks at `/health`, and the attacks of `attacks.py`, all at once on one front end.
+"""Good requests, probes of `/health`, and the attacks of `attacks.py`, all at once on one front end.
 
-A `Siege` runs against a worker and a front end that others have started. It owns three things: good requests, whose
-tokens and log-probs must be those that the worker gave before; a prober, which asks for `/health` again 2 ms after each
-answer, each time on a new connection; and a process with the attackers, which runs at the lowest priority, since
-attackers on other machines would take no processor time from this one. It promises that all of it ends.
+A `Siege` runs against a running worker and front end. It owns three things: good requests, which must give the tokens
+and log-probs that the worker gave before; a prober, which requests `/health` 2 ms after each answer, each time on a new
+connection; and a process with the attackers. The attackers' process runs at the lowest priority, because attackers on
+other machines would take no CPU time from this one. `Siege` promises that all of it ends.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ Bits = tuple[list[int], bytes]
 
 @contextmanager
 def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """The port and the process id of a front end of the worker at `address`, opened by `KEY`. It writes its log to
-    `log`, and must end well.
+    """Run a front end of the worker at `address`, with the key `KEY`, and yield its port and its process id.
+
+    Logs to `log`. Raises AssertionError if the front end exits with an error.
     """
     with log.open("wb") as stderr:
         front = subprocess.Popen(
@@ -66,13 +67,14 @@ def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int
         finally:
             front.terminate()
             code = front.wait(DEADLINE)
-    assert code == 0, f"the front end ended with {code}: {log.read_text()}"
+    assert code == 0, f"the front end exited with {code}: {log.read_text()}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`seconds`: how long a part takes: good requests alone, or under attack. `attackers` and `good`: connections of
-    each kind. `pause`: of an attacker between two attacks, in seconds.
+    """`seconds`: duration of a part (good requests alone, or under attack). `attackers`, `good`: connections.
+
+    `pause`: seconds between two attacks of an attacker.
     """
 
     seconds: float
@@ -85,7 +87,7 @@ class Plan:
 
 @dataclass
 class Seen:
-    """What was seen while good requests ran. `silences`: seconds that each look at `/health` waited for its answer."""
+    """Observations during good requests. `silences`: for each probe of `/health`, the seconds until its answer."""
 
     requests: int = 0
     seconds: float = 0.0
@@ -94,13 +96,13 @@ class Seen:
 
     @property
     def rate(self) -> float:
-        """Good requests a second."""
+        """Good requests per second."""
         return self.requests / self.seconds
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a front end has: memory in bytes, open descriptors, children, open requests."""
+    """Resources of a front end: memory in bytes, open descriptors, child processes, open requests."""
 
     memory: int
     descriptors: int
@@ -108,12 +110,12 @@ class Held:
     open_requests: float
 
     def has_no_more_than(self, before: Held) -> bool:
-        """Whether descriptors and children are at most those before."""
+        """Return whether descriptors and children are at most those of `before`."""
         return self.children <= before.children and self.descriptors <= before.descriptors
 
 
 class Siege:
-    """A siege of the front end of process `pid`, in front of the worker at `address`."""
+    """A siege of the front end with process id `pid`, in front of the worker at `address`."""
 
     def __init__(self, plan: Plan, target: Target, pid: int, address: str) -> None:
         self._plan, self._target = plan, target
@@ -132,7 +134,7 @@ class Siege:
         ]
 
     def held(self) -> Held:
-        """What the front end has now."""
+        """Return the front end's current resources."""
         return Held(
             self._front.memory_info().rss,
             self._front.num_fds(),
@@ -141,8 +143,9 @@ class Siege:
         )
 
     def settled(self) -> Held:
-        """What it has once no connection is open but the one that asks, and both processes that tokenize are there, for
-        short and for long texts, which come and go. Raise AssertionError after a minute.
+        """Return its resources once no other connection is open and both tokenizer processes run.
+
+        The two processes, for short and for long texts, come and go. Raise AssertionError after a minute.
         """
         deadline = time.monotonic() + DEADLINE
         while (count := self._metric("trueroll_http_connections")) > 1:
@@ -154,11 +157,11 @@ class Siege:
         return self.held()
 
     def alone(self) -> Seen:
-        """Good requests without an attack."""
+        """Run good requests without an attack."""
         return asyncio.run(self._good_and_health())
 
     def attacked(self) -> Seen:
-        """Good requests under attack."""
+        """Run good requests under attack."""
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(target=_attack_in_child, args=(self._plan, self._target, writer), daemon=True)
@@ -176,7 +179,7 @@ class Siege:
             process.join()
 
     def wait_until_idle(self, before: Held) -> Held:
-        """What is left of it once descriptors, children and slots are back to what they were, or after a minute."""
+        """Wait until descriptors, children and open requests are back, at most a minute. Return the resources."""
         deadline = time.monotonic() + DEADLINE
         while True:
             now = self.held()
@@ -196,7 +199,7 @@ class Siege:
         return seen
 
     async def _ask(self, seen: Seen, first: int, until: float) -> None:
-        """Good requests, one after the other on a connection that is kept."""
+        """Send good requests, one after the other on a kept connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port, limit=2**24)
         number = first
         with contextlib.closing(writer):
@@ -216,7 +219,7 @@ class Siege:
         return await _answer(reader)
 
     async def _probe(self, seen: Seen, until: float) -> None:
-        """Ask for `/health` again and again, each time on a new connection, as load balancers do. All are answered."""
+        """Request `/health` repeatedly, each time on a new connection, like a load balancer. Every one is answered."""
         while time.perf_counter() < until:
             start = time.perf_counter()
             reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port)
@@ -228,7 +231,7 @@ class Siege:
             await asyncio.sleep(PROBE_PAUSE)
 
     def _exchange(self, asked: str, body: bytes = b"") -> str:
-        """The whole answer to a method and a path, by a connection that is closed then."""
+        """Send one request on a new connection and return the whole answer."""
         head = (
             f"{asked} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._target.key}\r\nConnection: close\r\n"
         )
@@ -242,7 +245,7 @@ class Siege:
 
 
 def spread(values: list[float]) -> Iterator[str]:
-    """Median, 99th percentile and maximum, in milliseconds."""
+    """Yield median, 99th percentile and maximum, in milliseconds."""
     ordered = sorted(values)
     for value in (statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]):
         yield f"{value * 1e3:.1f}"

@@ -1,4 +1,4 @@
-"""A short siege: every attack beside good requests, at a front end whose limits are low enough to be reached."""
+"""A short siege: every attack beside good requests, on a front end with limits that the attacks reach."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trueroll.rollout import launch_worker
 LIMITS = ("--head-seconds", "1", "--body-seconds", "2", "--write-seconds", "1", "--linger-seconds", "3")
 PLAN = Plan(seconds=3.0, attackers=30, good=2, pause=0.05, max_tokens=4)
 GONE = {"closed", "left"}
-"""Without an answer, or with one that the client lost, or did not wait for."""
+"""Endings without an answer that the client received or waited for."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose chat template refuses a message without content."""
+    """A model with a chat template that refuses a message without content."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("siege") / "tiny")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("m.content or ''", "m.content + ''"))
     return folder
@@ -36,9 +36,9 @@ def siege(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sie
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
-def test_good_requests_keep_their_bits_and_nothing_stays(siege: Siege) -> None:
-    """Which answer an attack gets depends on how busy the machine is; that it is refused does not."""
-    siege.attacked()  # what is made once is there now
+def test_under_attack_good_requests_keep_their_bits_and_no_resource_leaks(siege: Siege) -> None:
+    """The load of the machine decides which answer an attack gets. Every attack is refused."""
+    siege.attacked()  # warms up: one-time growth happens here
     before = siege.settled()
     seen = siege.attacked()
     assert seen.requests and seen.silences  # each answer was compared, each look was answered

@@ -1,4 +1,4 @@
-"""Workers that the tests of a module share."""
+"""Workers shared by the tests of a module."""
 
 from __future__ import annotations
 

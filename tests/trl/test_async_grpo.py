@@ -1,4 +1,4 @@
-"""The real AsyncGRPOTrainer on trueroll, in a process of its own, and the worker and the rewards that it is given."""
+"""The real AsyncGRPOTrainer on trueroll, in a process of its own, and its rollout worker with various rewards."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -42,7 +42,7 @@ def run_training(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def with_template(folder: Path, parent: Path) -> str:
-    """A copy of a tiny model that can chat."""
+    """Return a copy of a tiny model with a chat template."""
     copy = shutil.copytree(folder, parent / "model")
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.chat_template = TEMPLATE
@@ -50,26 +50,26 @@ def with_template(folder: Path, parent: Path) -> str:
     return str(copy)
 
 
-def test_a_training_is_on_policy_at_first_never_too_stale_and_exits_cleanly(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_training_starts_on_policy_stays_within_max_staleness_and_exits(tiny_qwen3: Path, tmp_path: Path) -> None:
     done = run_training(with_template(tiny_qwen3, tmp_path), str(tmp_path / "output"))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     ratios = [entry["ratio"] for entry in result["log"] if "ratio" in entry]
     assert len(ratios) == 4 and abs(ratios[0] - 1.0) < 1e-4
-    assert abs(ratios[-1] - 1.0) > 1e-4  # the weights had moved on
+    assert abs(ratios[-1] - 1.0) > 1e-4  # the weights had changed
     assert len(result["staleness"]) == 16 and 1 <= max(result["staleness"]) <= MAX_STALENESS
     assert all(math.isfinite(entry["reward"]) for entry in result["log"] if "reward" in entry)
 
 
-def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
     done = run_training(with_template(tiny_llama, tmp_path), str(tmp_path / "output"), "--kill")
     assert done.returncode == 1
-    assert "'ratio'" in done.stdout  # it had trained
+    assert "'ratio'" in done.stdout  # it had trained before
     assert done.stderr.splitlines()[-1].startswith("trueroll.errors.WorkerLostError: worker: no answer from")
 
 
 def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
-    """For groups of two, of which two are under way at most."""
+    """Return settings with groups of two, at most two of them in flight."""
     fields = dict(max_inflight_tasks=4, num_generations=2, per_device_train_batch_size=2, max_completion_length=6)
     return async_settings(output, **(fields | dict(seed=5) | changes))
 
@@ -78,7 +78,7 @@ def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
 def working(
     served: ServedEngine, folder: Path, rewards: Any, args: AsyncGRPOConfig, rows: Any = ROWS
 ) -> Iterator[TruerollWorker]:
-    """A started TruerollWorker that has been told the engine's weight version."""
+    """A started TruerollWorker that knows the engine's weight version."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     worker = TruerollWorker(AsyncRolloutClient(served.address), args, tokenizer, rows, rewards)
@@ -97,7 +97,7 @@ def until_unhealthy(worker: TruerollWorker, stale_after_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_groups_come_in_the_order_of_the_dataset_and_are_the_seeds(
+def test_groups_come_in_dataset_order_and_depend_only_on_the_seed(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
 ) -> None:
     runs: list[list[Any]] = []
@@ -114,7 +114,7 @@ def test_groups_come_in_the_order_of_the_dataset_and_are_the_seeds(
     assert chat.completion[0]["role"] == "assistant"
 
 
-def test_a_sample_has_the_workers_log_probs_for_its_completion_alone(
+def test_a_sample_has_the_workers_log_probs_for_its_completion_only(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
 ) -> None:
     with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
@@ -168,7 +168,7 @@ def fail(**_: Any) -> list[float]:
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
     ],
 )
-def test_what_fails_in_the_worker_is_logged_and_raised_in_the_trainer(
+def test_a_failure_in_the_worker_is_logged_and_raised_in_the_trainer(
     reward: Any,
     rows: Any,
     error: type,
@@ -184,7 +184,7 @@ def test_what_fails_in_the_worker_is_logged_and_raised_in_the_trainer(
     assert message in caplog.text
 
 
-def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path) -> None:
+def test_a_hanging_reward_function_is_noticed(tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path) -> None:
     goes_on = threading.Event()
 
     def hang(**_: Any) -> list[float]:
@@ -197,7 +197,7 @@ def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: 
         goes_on.set()
 
 
-def test_stop_waits_for_a_reward_function_that_hangs_but_not_for_ever(
+def test_stop_waits_a_limited_time_for_a_hanging_reward_function(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, goes_on = threading.Event(), threading.Event()
@@ -216,7 +216,7 @@ def test_stop_waits_for_a_reward_function_that_hangs_but_not_for_ever(
         goes_on.set()
 
 
-def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
+def test_a_worker_with_older_weights_than_the_pushed_ones_is_noticed(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
 ) -> None:
     with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
@@ -230,7 +230,7 @@ def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
             until_unhealthy(worker, stale_after_s=60.0)
 
 
-def test_weights_that_somebody_else_pushed_are_noticed(
+def test_weights_pushed_by_another_trainer_are_noticed(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
 ) -> None:
     with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
@@ -243,7 +243,7 @@ def test_weights_that_somebody_else_pushed_are_noticed(
 
 
 def group_of(*spans: tuple[WeightSpan, ...]) -> Group:
-    """A prompt of two tokens, and a sample of three tokens for each tuple of spans."""
+    """Return a group: a prompt of two tokens, and a sample of three tokens for each tuple of spans."""
     ids: Any = np.array([4, 5, 6], np.int32)
     logprobs = np.array([-1.0, -2.0, -3.0], np.float32)
     samples = tuple(SampleOutput("id", i, ids, logprobs, "length", 7, 0, each) for i, each in enumerate(spans))
@@ -256,7 +256,7 @@ def test_a_sample_is_as_old_as_its_oldest_token() -> None:
     assert [sample.model_version for sample in samples] == [4, 5]
 
 
-def test_advantages_are_distances_from_the_mean_and_unjudged_samples_have_none() -> None:
+def test_advantages_are_relative_to_the_mean_and_none_without_a_reward() -> None:
     span = (WeightSpan(1, 0, 3),)
     nan = float("nan")
     rewards = np.array([[1.0, nan, 3.0, nan], [2.0, 4.0, nan, nan]])
@@ -278,7 +278,7 @@ def test_advantages_are_distances_from_the_mean_and_unjudged_samples_have_none()
         (dict(token_budget=64, max_staleness=4, gradient_accumulation_steps=2), 3),
     ],
 )
-def test_samples_that_would_be_too_old_when_trained_on_are_dropped(
+def test_samples_that_would_be_too_old_for_training_are_dropped(
     changes: dict[str, Any], oldest_taken: int, tiny_llama: Path, tmp_path: Path
 ) -> None:
     args = settings(tmp_path, **changes)
@@ -294,7 +294,7 @@ def test_samples_that_would_be_too_old_when_trained_on_are_dropped(
     assert worker.metrics_queue.qsize() == 10 - len(taken)
 
 
-def test_something_must_be_allowed_in_flight(tiny_llama: Path, tmp_path: Path) -> None:
+def test_max_inflight_tasks_must_be_positive(tiny_llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     args = settings(tmp_path, max_inflight_tasks=-1)
     worker = TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])
@@ -302,7 +302,7 @@ def test_something_must_be_allowed_in_flight(tiny_llama: Path, tmp_path: Path) -
         worker.start()
 
 
-def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:
+def test_reward_functions_are_required(tiny_llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     with pytest.raises(ConfigError, match="reward_funcs: there are none; give at least one"):
         TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path), tokenizer, ROWS, [])
@@ -316,9 +316,7 @@ def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:
         (dict(token_budget=None), "token_budget: with None TRL would ask a vLLM server"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    changes: dict[str, Any], message: str, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str, tiny_llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     with pytest.raises(ConfigError, match=message):
         TruerollWorker(

@@ -1,4 +1,4 @@
-"""TRL's trainers on a fleet of two workers: nothing but the clients is another."""
+"""TRL's trainers on a fleet of two workers. Only the clients differ from training on one worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def served(tiny_llama: Path) -> Iterator[list[ServedEngine]]:
 
 
 def small_ids(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """A reward that differs between the samples of random weights."""
+    """Return a reward that differs between samples of a model with random weights."""
     return [-sum(ids) / 1000 for ids in completion_ids]
 
 
@@ -48,7 +48,7 @@ def tensors(served: ServedEngine) -> Iterator[tuple[str, torch.Tensor]]:
 def test_grpo_finds_no_difference(
     served: list[ServedEngine], tiny_llama: Path, tmp_path: Path, is_adapted: bool
 ) -> None:
-    """Four groups in each step, of which each worker gets some."""
+    """Each step has four groups, and each worker gets some of them."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if is_adapted else None
     changes = dict(per_device_train_batch_size=16, max_steps=3, learning_rate=1e-2)
     args = grpo_settings(tmp_path, use_vllm=True, vllm_mode="server", **changes)
@@ -66,7 +66,7 @@ def test_grpo_finds_no_difference(
     assert sum(finished) == 48 and min(finished) > 0, finished
 
 
-def test_a_rollout_worker_gives_the_samples_of_one_worker(
+def test_a_fleet_gives_the_same_samples_as_one_worker(
     served: list[ServedEngine], tiny_llama: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)

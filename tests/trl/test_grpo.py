@@ -50,11 +50,11 @@ SAMPLING: dict[str, Any] = dict(
     max_completion_length=8,
     generation_kwargs=None,
 )
-"""TRL's settings of how samples are drawn: its defaults, but for the length."""
+"""TRL's sampling settings: its defaults, except for the length."""
 
 
 class RecordingClient(RolloutClient):
-    """Keeps the prompts and the groups of all calls."""
+    """Records the prompts and the groups of all calls."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, timeout=10.0)
@@ -73,7 +73,7 @@ class RecordingClient(RolloutClient):
 
 @dataclass(frozen=True)
 class Trained:
-    """A trainer after some steps. `history`: what TRL reported for each. `differing`, `embeddings`: of each push."""
+    """A trainer after some steps. `history`: TRL's log per step. `differing`, `embeddings`: one entry per push."""
 
     trainer: GRPOTrainer
     publisher: CheckingPublisher
@@ -84,7 +84,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(smollm2: Path, smollm2_served: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """With trueroll in place of vLLM."""
+    """A training with trueroll in place of vLLM."""
     args = grpo_settings(tmp_path_factory.mktemp("grpo"), max_steps=STEPS, use_vllm=True, vllm_mode="server")
     original = grpo_trainer.VLLMGeneration
     with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
@@ -101,9 +101,9 @@ def test_trl_finds_its_log_probs_within_1e_4_of_the_workers(trained: Trained) ->
     assert len(found) == STEPS and 0.0 < max(found) < 1e-4, found
 
 
-def test_after_each_push_every_weight_of_the_worker_is_the_trainers_to_the_bit(trained: Trained) -> None:
+def test_after_each_push_the_workers_weights_equal_the_trainers_to_the_bit(trained: Trained) -> None:
     assert trained.differing == [[]] * STEPS
-    assert len(set(trained.embeddings)) == STEPS  # each push had something new
+    assert len(set(trained.embeddings)) == STEPS  # each push brought new weights
 
 
 def test_a_skipped_push_is_detected(trained: Trained) -> None:
@@ -111,18 +111,18 @@ def test_a_skipped_push_is_detected(trained: Trained) -> None:
     with pytest.raises(WeightsError, match=f"expected weights of version {STEPS + 1}, found {STEPS}"):
         trained.trainer.train()
     names = trained.publisher.served.engine.weights.shapes.keys()
-    assert set(trained.publisher.differing[-1]) == names  # the last update changed every one of them
+    assert set(trained.publisher.differing[-1]) == names  # the last update changed every parameter
 
 
 def small_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs between the samples of random weights."""
+    """Return a reward that differs between samples of a model with random weights."""
     return [-sum(ids) / 1000 for ids in completion_ids]
 
 
 def aligned_training(
     served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
 ) -> AlignedGRPOTrainer:
-    """After a training in which every step's weights were pushed."""
+    """Run a training that pushes the weights of each step, and return its trainer."""
     args = grpo_settings(output, use_vllm=True, vllm_mode="server", **changes)
     with RolloutClient(served.address) as client, WeightPublisher() as publisher:
         publisher.connect([served.address])
@@ -146,12 +146,12 @@ def test_with_an_aligned_trainer_trl_finds_no_difference(
         with trueroll_generation(client, publisher):
             trainer = AlignedGRPOTrainer(str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
         trainer.train()
-    assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2  # the second step's are new ones
+    assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2  # the second step has new weights
     assert reported(trainer, DIFFERENCE) == reported(trainer, MEAN_DIFFERENCE) == [0.0, 0.0]
     unaligned, aligned = trained.history[0], trainer.state.log_history[0]
     assert all(aligned[name] == unaligned[name] for name in ("num_tokens", "reward", "reward_std"))  # the same samples
     assert unaligned[DIFFERENCE] > 0.0
-    for name in ("entropy", "grad_norm"):  # what TRL computes by itself is the same within rounding
+    for name in ("entropy", "grad_norm"):  # TRL's own values are equal up to rounding
         assert aligned[name] == pytest.approx(unaligned[name], rel=1e-3), name
 
 
@@ -159,17 +159,17 @@ def test_with_an_aligned_trainer_trl_finds_no_difference(
 def test_an_aligned_trainer_in_bfloat16_with_a_reference_model(
     tiny_llama: Path, tmp_path: Path, is_adapted: bool
 ) -> None:
-    """Under autocast, in parts of a batch, and with LoRA, whose reference model is the one without adapter."""
+    """Trains under autocast, with gradient accumulation, and with LoRA: its reference model has no adapter."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if is_adapted else None
     changes = dict(bf16=True, beta=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
     with serve(tiny_llama, dtype="bfloat16") as served:
         trainer = aligned_training(served, tiny_llama, tmp_path, peft_config=lora, learning_rate=1e-2, **changes)
     kl = reported(trainer, "kl")
     assert reported(trainer, DIFFERENCE) == [0.0] * 3
-    assert kl[0] == 0.0 and min(kl[1:]) > 0.0  # the reference model computes alike, and stays what it was
+    assert kl[0] == 0.0 and min(kl[1:]) > 0.0  # the reference model computes the same way and does not change
 
 
-def test_an_aligned_mixture_of_experts_without_a_loss_that_balances(tmp_path: Path) -> None:
+def test_an_aligned_mixture_of_experts_trains_only_without_a_balancing_loss(tmp_path: Path) -> None:
     folder = make_tiny_model("qwen3_moe", tmp_path / "model")
     with serve(folder) as served:
         with pytest.raises(ConfigError, match="router_aux_loss_coef: 0.001 is not supported: an aligned model"):
@@ -186,7 +186,7 @@ def test_an_aligned_mixture_of_experts_without_a_loss_that_balances(tmp_path: Pa
         (dict(top_p=0.9), "'processed' with top_p"),
     ],
 )
-def test_what_an_aligned_trainer_cannot_do_is_refused(
+def test_unsupported_settings_of_an_aligned_trainer_are_refused(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -213,7 +213,7 @@ def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights
     assert all(text.endswith("animals.<|im_end|>\n<|im_start|>assistant\n") for text in texts), texts
 
 
-def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
     calls = []
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
@@ -240,7 +240,7 @@ def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Pat
 
 
 def stand_in(folder: Path, **changes: Any) -> Any:
-    """What a rollout function looks at in a trainer."""
+    """Return a stand-in with the attributes of a trainer that a rollout function reads."""
     return SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=changes.pop("num_processes", 1), unwrap_model=lambda model: model),
         args=SimpleNamespace(**(SAMPLING | changes)),
@@ -253,7 +253,7 @@ def stand_in(folder: Path, **changes: Any) -> Any:
     )
 
 
-def test_torchs_seed_decides_the_samples_and_equal_neighbours_are_one_group(
+def test_torchs_seed_determines_the_samples_and_equal_adjacent_prompts_are_one_group(
     tiny_llama: Path, tiny_served: ServedEngine
 ) -> None:
     trainer, prompts = stand_in(tiny_llama), ["ab", "ab", "cd"]
@@ -269,7 +269,7 @@ def test_torchs_seed_decides_the_samples_and_equal_neighbours_are_one_group(
     assert [len(ids) for ids in results[0]["completion_ids"]] == [len(values) for values in results[0]["logprobs"]]
 
 
-def test_a_push_goes_out_once_for_each_step_and_for_each_training(tiny_llama: Path, tiny_served: ServedEngine) -> None:
+def test_weights_are_pushed_once_per_step_and_per_training(tiny_llama: Path, tiny_served: ServedEngine) -> None:
     trainer = stand_in(tiny_llama)
     with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
         roll_out = rollout_func(client, publisher)
@@ -281,7 +281,7 @@ def test_a_push_goes_out_once_for_each_step_and_for_each_training(tiny_llama: Pa
     assert counts == [1, 1, 2, 3]
 
 
-def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Path, tiny_served: ServedEngine) -> None:
+def test_samples_of_weights_from_another_trainer_are_refused(tiny_llama: Path, tiny_served: ServedEngine) -> None:
     trainer = stand_in(tiny_llama)
     with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
         roll_out = rollout_func(client, publisher)
@@ -301,7 +301,7 @@ def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Pa
         (dict(generation_kwargs={"logprobs": None, "seed": 1}), "generation_kwargs must not set seed, logprobs: TRL"),
     ],
 )
-def test_what_a_worker_cannot_do_is_refused(
+def test_unsupported_settings_of_a_rollout_function_are_refused(
     tiny_llama: Path, tiny_served: ServedEngine, changes: dict[str, Any], message: str
 ) -> None:
     with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
@@ -324,7 +324,7 @@ def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes
         (dict(repetition_penalty=1.1), r"repetition_penalty is not supported \(got 1.1\)"),
     ],
 )
-def test_settings_for_vllm_that_a_worker_does_not_have_are_refused(
+def test_unsupported_settings_for_vllm_are_refused(
     tiny_served: ServedEngine, changes: dict[str, Any], message: str
 ) -> None:
     with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
@@ -340,7 +340,7 @@ def test_images_are_refused(tiny_served: ServedEngine) -> None:
 
 
 @pytest.mark.parametrize(("reason", "error"), [("abort", None), ("error", "logits are not finite")])
-def test_a_sample_that_did_not_end_by_itself_is_refused(reason: Any, error: str | None) -> None:
+def test_an_aborted_or_failed_sample_is_refused(reason: Any, error: str | None) -> None:
     ids: Any = np.array([4], np.int32)
     logprobs = np.array([-1.0], np.float32)
     sample = SampleOutput("id", 0, ids, logprobs, reason, 7, 0, (WeightSpan(1, 0, 1),), error)
@@ -357,7 +357,7 @@ def test_filters_and_generation_kwargs_reach_the_worker(tiny_llama: Path, tiny_s
     assert params.stop_token_ids == (2,)
 
 
-def test_without_trl_the_import_says_what_to_install() -> None:
+def test_without_trl_the_import_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['trl'] = None; import trueroll.rollout.integrations.trl"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Releases of TRL with other arguments than those that trueroll knows are refused, with the tested versions."""
+"""Releases of TRL with arguments that trueroll does not know are refused. The error names the tested versions."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -18,7 +18,7 @@ from trueroll.versions import installed, range_of
 
 
 def with_another(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with one more argument."""
+    """Return a function with one more argument."""
 
     def stand_in(*_: Any, **__: Any) -> None: ...
 
@@ -29,7 +29,7 @@ def with_another(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_up(**changes: Any) -> Any:
-    """TRL's module, with changes."""
+    """Return TRL's module with changes."""
     names = ("VLLMGeneration", "add_fused_lm_head", "GRPOTrainer")
     return SimpleNamespace(**{name: getattr(grpo_trainer, name) for name in names} | changes)
 
@@ -43,7 +43,7 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-def test_the_trl_that_is_installed_has_what_is_plugged_in() -> None:
+def test_the_installed_trl_has_the_expected_interfaces() -> None:
     check_grpo(grpo_trainer)
     check_grpo(made_up())
 
@@ -64,7 +64,7 @@ def test_a_head_and_log_probs_with_one_more_argument_are_refused() -> None:
     assert f"GRPOTrainer.{name} has sharpness" in refusal(lambda: check_grpo(made_up(GRPOTrainer=trainer)))
 
 
-def test_what_trl_no_longer_has_is_named() -> None:
+def test_names_missing_from_trl_are_reported() -> None:
     assert "GRPOTrainer has no _get_per_token" in refusal(
         lambda: check_grpo(made_up(GRPOTrainer=type("GRPOTrainer", (), {})))
     )

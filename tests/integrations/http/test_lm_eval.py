@@ -1,4 +1,4 @@
-"""The command lm_eval with `local-completions`: answers to choose from, which need `echo`, and answers to write."""
+"""The command lm_eval with `local-completions`: multiple choice, which needs `echo`, and generated answers."""
 
 # pyright: reportMissingImports=false
 
@@ -38,7 +38,7 @@ doc_to_target: "{{choices[label]}}"
 generation_kwargs: {until: ["1", "4"], max_gen_toks: 24}
 metric_list: [{metric: exact_match}]
 """
-# To a random model short texts are more probable: it is right about the first two.
+# A random model finds short texts more probable, so it is right about the first two.
 ROWS: list[dict[str, Any]] = [
     dict(question="A fish lives in", choices=["water", "books and papers", "the wilderness"], label=0),
     dict(question="6 times 7 is", choices=["41 or 43", "42"], label=1),
@@ -49,7 +49,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def evaluated(front: Front, chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which lm_eval wrote its results and its samples of both tasks."""
+    """The folder with lm_eval's results and samples of both tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "choosing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "choosing.yaml").write_text(CHOOSING.replace("FOLDER", str(folder)))
@@ -75,7 +75,7 @@ def accuracy(task: str, metric: str, folder: Path) -> float:
     return json.loads(file.read_text())["results"][task][f"{metric},none"]
 
 
-def test_choices_get_the_log_probs_of_the_client_and_the_most_probable_one_is_chosen(
+def test_choices_have_the_clients_log_probs_and_the_most_probable_one_is_chosen(
     evaluated: Path, client: RolloutClient, chat_model: Path
 ) -> None:
     encode = AutoTokenizer.from_pretrained(chat_model).encode
@@ -90,8 +90,8 @@ def test_choices_get_the_log_probs_of_the_client_and_the_most_probable_one_is_ch
     assert 0 < right < len(ROWS) and accuracy("choosing", "acc", evaluated) == right / len(ROWS)
 
 
-def test_a_choice_is_greedy_if_it_is_what_the_model_would_write(front: Front, client: RolloutClient) -> None:
-    """By lm_eval's own reading of an answer, whose choices here have one token."""
+def test_a_choice_is_greedy_if_the_model_would_generate_it(front: Front, client: RolloutClient) -> None:
+    """Uses lm_eval's own parser of answers. All choices here have one token."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     prompt = [5, 6, 7]
@@ -103,14 +103,14 @@ def test_a_choice_is_greedy_if_it_is_what_the_model_would_write(front: Front, cl
     assert [is_greedy for _, is_greedy in answers] == [True, False]
 
 
-def test_what_is_written_is_the_clients_up_to_the_stop_string(
+def test_generated_answers_equal_the_clients_up_to_the_stop_string(
     evaluated: Path, client: RolloutClient, chat_model: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     params = SamplingParams(temperature=0, max_tokens=24, stop=("1", "4", tokenizer.eos_token))
     groups = client.generate([tokenizer.encode(row["question"]) for row in ROWS], params)
     written = [sample["resps"][0][0] for sample in samples_of("writing", evaluated)]
-    # Words such as `<314>` are among what a tiny model writes.
+    # A tiny model also generates words such as `<314>`.
     assert {group.samples[0].stop_reason for group in groups} & {"1", "4"}
     for text, group in zip(written, groups, strict=True):
         whole = tokenizer.decode(group.samples[0].token_ids, skip_special_tokens=True)

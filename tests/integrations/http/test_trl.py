@@ -1,4 +1,4 @@
-"""TRL's own rollout worker for its asynchronous trainer, which asks `/v1/completions`, and its client of the server."""
+"""TRL's own asynchronous rollout worker, which requests `/v1/completions`, and TRL's client of the vLLM server."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TEMPERATURE = 0.8
 
 @contextmanager
 def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
-    """TRL's worker as TRL makes it, with groups of two of which two are under way."""
+    """TRL's worker, made by TRL, with groups of two and two groups in flight."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = qwen3_chat_template  # TRL parses the answers to templates that it knows
+    tokenizer.chat_template = qwen3_chat_template  # TRL parses answers only of templates that it knows
     worker = async_rollout_worker.AsyncRolloutWorker(
         model_name=front.model,
         dataset=Dataset.from_dict({"prompt": PROMPTS}),
@@ -59,7 +59,7 @@ def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRo
 
 
 def empty(worker: async_rollout_worker.AsyncRolloutWorker, stopped: threading.Event) -> None:
-    """Takes all that the worker's process leaves, which ends only when it is rid of it."""
+    """Take everything that the worker's process has queued; it ends only when its queue is empty."""
     while not stopped.wait(0.05):
         for queue in (worker.metrics_queue, worker.rollout_buffer):
             while not queue.empty():
@@ -67,7 +67,7 @@ def empty(worker: async_rollout_worker.AsyncRolloutWorker, stopped: threading.Ev
 
 
 def trained(model: Path, folder: Path) -> str:
-    """A checkpoint of the model with other weights."""
+    """Save a checkpoint of the model with other weights, and return its folder."""
     changed = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         for weight in changed.parameters():
@@ -77,7 +77,7 @@ def trained(model: Path, folder: Path) -> str:
 
 
 def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[Any]:
-    """The next four samples whose group began when the trainer had this version."""
+    """Return the next four samples of groups that began when the trainer had this version."""
     samples: list[Any] = []
     while len(samples) < 4:
         sample = worker.rollout_buffer.get(timeout=60.0)
@@ -86,7 +86,7 @@ def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[
 
 
 def num_same(samples: list[Any], client: RolloutClient) -> int:
-    """Of how many samples the log-probs are, to the bit, those that the weights served now give."""
+    """Count the samples with log-probs that equal, to the bit, those of the currently served weights."""
     scores = client.score([sample.input_ids.tolist() for sample in samples], temperature=TEMPERATURE)
     count = 0
     for sample, score in zip(samples, scores, strict=True):
@@ -97,12 +97,12 @@ def num_same(samples: list[Any], client: RolloutClient) -> int:
     return count
 
 
-def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_worker_stops(
+def test_samples_have_the_log_probs_of_the_served_weights_and_the_worker_stops(
     front: Front, client: RolloutClient, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # TRL makes its worker where vLLM is installed, though the worker uses nothing of it.
+    # TRL makes its worker only where vLLM is installed, although the worker does not use vLLM.
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
-    PartialState()  # TRL's log wants it
+    PartialState()  # TRL's logger needs it
     server = VLLMClient(front.url)
     server.wait_for_server_ready()
     assert server.get_max_model_len() == 1024
@@ -116,7 +116,7 @@ def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_
         worker.update_model_version(1)
         after = take(worker, version=1)
         assert num_same(after, client) == 4 and num_same(before, client) == 0
-    assert front.post("/update_weights", {"weight_dir": str(chat_model)}).is_success  # those that other tests expect
+    assert front.post("/update_weights", {"weight_dir": str(chat_model)}).is_success  # restore for other tests
     assert front.metric("trueroll_http_open_requests") == 0
     assert {tuple(sample.prompt[0].items()) for sample in before} <= {tuple(prompt[0].items()) for prompt in PROMPTS}
     assert all(sample.metrics["reward"] == num_vowels([sample.completion])[0] for sample in before + after)

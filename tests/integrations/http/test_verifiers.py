@@ -1,4 +1,4 @@
-"""verifiers' own rollouts, with its training client, which asks `/inference/v1/generate`."""
+"""verifiers' own rollouts with its training client, which requests `/inference/v1/generate`."""
 
 # pyright: reportMissingImports=false
 
@@ -19,7 +19,7 @@ from verifiers_env import QUESTIONS, REPLIES, Conversation
 from trueroll.rollout import RolloutClient, SamplingParams
 
 STOPS = [301, 302]
-"""`<|im_end|>` and `<|endoftext|>`, where verifiers ends an answer."""
+"""`<|im_end|>` and `<|endoftext|>`, at which verifiers ends an answer."""
 SAMPLING: dict[str, Any] = dict(temperature=1.0, max_tokens=48)
 SEED = 3
 BLOCK = 16
@@ -32,7 +32,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_episode(kind: type[vf.Env[Any]], front: Front, model: Path) -> vf.Branch:
-    """What one episode of the environment came to, of the first of its questions."""
+    """Run one episode of the environment on its first question, and return its branch."""
     seat: Any = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
     env = kind(vf.SingleAgentEnvConfig(taskset={"id": "verifiers_env"}, agent=seat))  # type: ignore[arg-type]
     client = vf.TrainClientConfig(
@@ -57,7 +57,7 @@ def run_episode(kind: type[vf.Env[Any]], front: Front, model: Path) -> vf.Branch
 
 
 def turns_of(branch: vf.Branch) -> list[tuple[list[int], list[int], list[float]]]:
-    """Of each answer the prompt, the tokens and their log-probs, as a trainer gets them."""
+    """Return prompt, tokens and log-probs of each answer, as a trainer gets them."""
     tokens: list[int] = []
     turns = []
     for node in branch.nodes:
@@ -87,7 +87,7 @@ def test_a_question_gets_the_tokens_and_log_probs_of_the_client(
     assert_same_bits(turns, client)
 
 
-def test_a_conversation_goes_on_with_the_tokens_that_were_sampled_and_finds_them_cached(
+def test_a_conversation_continues_with_the_sampled_tokens_and_hits_the_cache(
     front: Front, client: RolloutClient, chat_model: Path
 ) -> None:
     client.invalidate_prefix_cache()
@@ -99,6 +99,6 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled_and_finds_them
     assert len(turns) == 3
     for (prompt, completion, _), (later, _, _) in zip(turns, turns[1:], strict=False):
         assert later[: len(prompt) + len(completion)] == prompt + completion
-    # Whole blocks are cached; the last token of an answer has not been computed when it ends.
+    # Only whole blocks are cached. The last token of an answer was never an input, so it is not cached.
     assert hits == sum((len(prompt) + len(completion) - 1) // BLOCK * BLOCK for prompt, completion, _ in turns[:-1])
     assert_same_bits(turns, client)

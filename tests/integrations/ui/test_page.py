@@ -1,4 +1,4 @@
-"""The page at `/ui` in a headless Chromium: what it shows, whatever a model wrote, at any width and by the keyboard."""
+"""The page at `/ui` in a headless Chromium: content, any text of a model, any width, and use by keyboard."""
 
 # pyright: reportMissingImports=false
 
@@ -27,7 +27,7 @@ CHROMIUM = Path(sys.prefix) / "chromium" / "chromium"
 MOST_MS = 60_000
 MARKUP = "<img src=x onerror='harmed=1'>"
 HOSTILE = MARKUP + "<script>harmed=1</script>\u202egnp.exe\u2066\x00\x07\x1b[31m\u200b 🙂 שלום"
-"""What a model may write: markup, characters that turn text around or are not seen, and an honest other script."""
+"""Text that a model may generate: markup, bidirectional and invisible characters, and a legitimate other script."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def log() -> SampleLog:
 
 @pytest.fixture(scope="module")
 def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
-    """With a key, and `log` for what it answers."""
+    """A front end with a key. It adds its answers to `log`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "SampleLog", lambda: log)
         with front_end(worker.address, key="the-secret-key", model_name="tiny") as running:
@@ -61,7 +61,7 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(browser: Browser, front: Front, key: str | None, **settings: Any) -> tuple[Page, list[str]]:
-    """A page, and what it complains of while it is open."""
+    """Return a page, and a list that collects its errors while it is open."""
     context = browser.new_context(locale="en-US", **settings)
     context.set_default_timeout(MOST_MS)
     expect.set_options(timeout=MOST_MS)
@@ -77,7 +77,7 @@ def open_page(browser: Browser, front: Front, key: str | None, **settings: Any) 
 
 @pytest.fixture
 def page(browser: Browser, front: Front) -> Iterator[Page]:
-    """At the width of a desk, with the key. Nothing went wrong in it, and nothing was executed that must not be."""
+    """The page at desktop width, with the key. It must have no errors and must not execute injected code."""
     page, complaints = open_page(browser, front, front.key)
     yield page
     assert complaints == [] and page.evaluate("window.harmed") is None
@@ -85,7 +85,7 @@ def page(browser: Browser, front: Front) -> Iterator[Page]:
 
 
 def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", **fields: Any) -> None:
-    """A group as if it had been answered: one token for each byte, of a probability that falls with its position."""
+    """Log a group as if it had been answered: one token per byte, with probabilities that fall with the position."""
     tokens = ids(text)
     logprobs = -np.linspace(0, 9, len(tokens), dtype=np.float32)
     told: dict[str, Any] = dict(finish_reason="length", seed=2**64 - 1, num_cached_tokens=0) | fields
@@ -95,19 +95,19 @@ def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", **fie
 
 
 def ids(text: str) -> list[int]:
-    """By the tiny tokenizer, which has a token for each byte, after three others, in the order of their characters."""
+    """Encode with the tiny tokenizer: three special tokens, then one token per byte, in the order of the characters."""
     alphabet = bytes_to_unicode()
     order = {character: i + 3 for i, character in enumerate(sorted(alphabet.values()))}
     return [order[alphabet[byte]] for byte in text.encode()]
 
 
 def newest(page: Page, log: SampleLog) -> None:
-    """Choose the group that was added last."""
+    """Select the group that was added last."""
     page.locator(f"#groups li[data-id='{log.after(0)[-1].id}'] button").click()
     expect(page.get_by_role("heading", name=f"Group {log.after(0)[-1].id}")).to_be_visible()
 
 
-def test_the_key_is_asked_for_and_stays_in_the_tab(browser: Browser, front: Front, log: SampleLog) -> None:
+def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(browser: Browser, front: Front, log: SampleLog) -> None:
     add(log, "an answer")
     page, complaints = open_page(browser, front, None)
     field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Continue")
@@ -135,7 +135,7 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     expect(page.locator(".card")).to_have_count(3)
     expect(page.locator(".card .t")).to_have_count(36)
     assert page.locator(".prompt .t.cached").count() == 32, "the whole blocks of the first request"
-    assert page.locator(".card [class~=t]:not([class*=' p'])").count() == 0, "each has its shade"
+    assert page.locator(".card [class~=t]:not([class*=' p'])").count() == 0, "each token has its shade"
     page.get_by_role("button", name="Score all again").click()
     expect(page.locator(".result.good")).to_have_count(3)
     assert re.search(r"Same bits: 12 log-probs, weights 0", page.locator(".result").first.inner_text())
@@ -152,13 +152,13 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     expect(page.locator(".result.good")).to_have_count(2)
 
 
-def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) -> None:
+def test_any_text_of_a_model_is_shown_as_text(page: Page, log: SampleLog) -> None:
     add(log, HOSTILE, prompt=HOSTILE)
     newest(page, log)
     expect(page.locator(".tokens .t").first).to_be_visible()
     for box in (page.locator(".prompt .tokens"), page.locator(".card .tokens"), page.locator("#groups .preview").first):
-        expect(box).to_contain_text("[31m")  # prompt and samples come in answers of their own
-        text = box.inner_text().replace("·", "")  # which stands for a token within a character
+        expect(box).to_contain_text("[31m")  # prompt and samples come in separate answers
+        text = box.inner_text().replace("·", "")  # "·" marks a token inside a character
         assert "⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
         assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)
     assert f"{MARKUP}<script>" in page.locator(".card .tokens").inner_text()
@@ -170,7 +170,7 @@ def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) ->
     assert page.locator("#samples img, #samples script").count() == 0
 
 
-def test_a_long_completion_comes_in_parts(page: Page, log: SampleLog) -> None:
+def test_a_long_completion_is_shown_in_parts(page: Page, log: SampleLog) -> None:
     add(log, "word " * 20_000)
     newest(page, log)
     tokens, more = page.locator(".card .t"), page.locator(".card").get_by_role("button", name="Show more")
@@ -181,7 +181,7 @@ def test_a_long_completion_comes_in_parts(page: Page, log: SampleLog) -> None:
     assert page.locator(".card .tokens").inner_text().startswith("word word ")
 
 
-def test_weights_that_changed_within_a_sample_are_marked(page: Page, log: SampleLog) -> None:
+def test_a_change_of_weights_within_a_sample_is_marked(page: Page, log: SampleLog) -> None:
     add(log, "abcdef", WeightSpan(3, 0, 4), WeightSpan(4, 4, 6))
     newest(page, log)
     expect(page.locator(".card .tokens")).to_have_text("weights 3abcdweights 4ef")
@@ -193,7 +193,7 @@ def test_weights_that_changed_within_a_sample_are_marked(page: Page, log: Sample
     expect(page.locator(".card .facts")).to_contain_text(f"seed {2**64 - 1}")
 
 
-def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> None:
+def test_every_control_is_reachable_by_keyboard(page: Page, log: SampleLog) -> None:
     add(log, "first")
     add(log, "second")
     page.reload()
@@ -208,7 +208,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> No
         assert focused.evaluate("e => getComputedStyle(e).outlineStyle") != "none", names
         if focused.evaluate("e => e.closest('#groups') !== null"):
             break
-    assert names[:3] == ["skip", "range", "events"], "in the order in which they are read"
+    assert names[:3] == ["skip", "range", "events"], "in reading order"
     page.keyboard.press("Enter")
     expect(page.locator(".card .tokens")).to_have_text("second")
     page.keyboard.press("ArrowDown")
@@ -224,7 +224,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> No
         assert button.evaluate("e => e.ariaLabel || e.innerText.trim()")
 
 
-def test_it_fits_a_phone_and_the_dark(browser: Browser, front: Front, log: SampleLog) -> None:
+def test_the_page_fits_a_phone_and_has_a_dark_mode(browser: Browser, front: Front, log: SampleLog) -> None:
     add(log, "W" * 500 + HOSTILE, prompt="x" * 300)
     colors = []
     for scheme in ("light", "dark"):

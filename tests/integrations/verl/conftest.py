@@ -1,4 +1,4 @@
-"""These tests run verl in an environment of its own: `make test-verl` makes it, and names its Python."""
+"""These tests run verl in an environment of its own. `make test-verl` makes it and passes its Python."""
 
 from __future__ import annotations
 

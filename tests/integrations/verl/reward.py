@@ -1,4 +1,4 @@
-"""What verl calls to judge a response: a number that differs from text to text."""
+"""A reward function for verl: a number that differs between texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs verl's GRPO main on a CPU, in verl's own environment, and reads what it leaves."""
+"""Runs verl's GRPO main on a CPU, in verl's own environment, and reads its output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tiny import make_tiny_model
 HERE = Path(__file__).parent
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 PROMPTS, SAMPLES, RESPONSE_LENGTH = 4, 4, 24
-"""Of each step; the last is in tokens."""
+"""Prompts and samples per step; response length in tokens."""
 
-# verl's own settings, that a run on a few CPU cores needs.
+# verl's own settings for a run on a few CPU cores.
 ON_A_CPU = """
 trainer.device=cpu
 trainer.n_gpus_per_node=1
@@ -62,7 +62,7 @@ trainer.total_epochs=100
 
 @dataclass(frozen=True)
 class Run:
-    """What verl logged of each step, and the samples of each: their `input`, `output` and `score`."""
+    """verl's log entries per step, and the samples per step: their `input`, `output` and `score`."""
 
     metrics: list[dict[str, Any]]
     samples: list[list[dict[str, Any]]]
@@ -70,7 +70,7 @@ class Run:
 
 
 def make_inputs(folder: Path) -> None:
-    """A tiny model with a chat template, and prompts."""
+    """Make a tiny model with a chat template, and prompts."""
     model = make_tiny_model("llama", folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE
@@ -87,7 +87,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
-    """Of `folder`, which `make_inputs` made, in `steps` steps."""
+    """Run `steps` steps on the inputs that `make_inputs` made in `folder`."""
     own = f"""
     actor_rollout_ref.model.path={folder}/model
     data.train_files={folder}/prompts.parquet
@@ -101,7 +101,7 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
     environment = os.environ | {
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # which of its engines: that one computes wherever the platform says
+        "VERL_ENGINE_DEVICE": "cuda",  # selects verl's engine; this one computes on the platform's device
         "PYTHONPATH": str(HERE),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",
@@ -118,4 +118,4 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]  # texts have other ends of lines in them
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # splitlines would also split texts

@@ -1,4 +1,4 @@
-"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: trainer and worker in turn, and partial rollouts."""
+"""verl's GRPO main with `rollout.name=trueroll` on a CPU: trainer and worker in turn, and partial rollouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .running import PROMPTS, SAMPLES, Run, make_inputs, run_main
 
 STEPS = 3
 ROUNDING = 1e-4
-"""The most that rounding changes of a probability."""
+"""Upper bound on how much rounding changes a probability."""
 STALE = 1e-2
-"""The least that weights of another step change of one."""
+"""Lower bound on how much the weights of another step change a probability."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -26,7 +26,7 @@ def train(folder: Path, *changes: str) -> Run:
 
 @pytest.fixture(scope="module")
 def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """With a fleet of two workers."""
+    """A run with a fleet of two workers."""
     return train(
         tmp_path_factory.mktemp("sync"),
         "actor_rollout_ref.rollout.full_determinism=True",
@@ -36,9 +36,9 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    # The prompts of two steps are under way. Once one step has its own, for which verl looks every two seconds, it
-    # aborts the rest, of which two run; the next one waits for these and takes them, since no prompt may be older than
-    # a step. What the second step aborts may have no tokens yet.
+    # The prompts of two steps are in flight. Once a step has its own samples, which verl checks every two seconds, it
+    # aborts the rest; two of them are running. The next step waits for these two and takes them, because no prompt may
+    # be older than one step. Samples that the second step aborts may have no tokens yet.
     changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1"
     changes += "trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"
     worker = "actor_rollout_ref.rollout.engine_kwargs.trueroll"
@@ -46,27 +46,27 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 
-def test_each_step_trains_on_samples_of_the_weights_that_were_pushed_last(in_turn: Run) -> None:
+def test_each_step_trains_on_samples_of_the_last_pushed_weights(in_turn: Run) -> None:
     assert [step["training/global_step"] for step in in_turn.metrics] == [1, 2, 3]
     for step in in_turn.metrics:
         assert step["training/rollout_probs_diff_valid"] == 1
         assert step["training/rollout_probs_diff_max"] < ROUNDING
         assert step["training/off_policy/trajectory_staleness_worst/max"] == 0
         assert step["training/off_policy/trajectory_spans/max"] == 1
-        assert step["actor/grad_norm"] > 0.0, "so the weights changed"
+        assert step["actor/grad_norm"] > 0.0, "premise: the weights changed"
 
 
-def test_rewards_are_of_the_samples_and_differ(in_turn: Run) -> None:
+def test_rewards_belong_to_their_samples_and_differ(in_turn: Run) -> None:
     for step, samples in zip(in_turn.metrics, in_turn.samples, strict=True):
         assert len(samples) == PROMPTS * SAMPLES
         scores = [sample["score"] for sample in samples]
         assert scores == pytest.approx([compute_score("", sample["output"], "") for sample in samples])
         assert step["critic/rewards/mean"] == pytest.approx(sum(scores) / len(scores))
         assert len(set(scores)) > 1
-        assert len({sample["output"] for sample in samples}) == len(samples), "each has noise of its own"
+        assert len({sample["output"] for sample in samples}) == len(samples), "each sample has its own noise"
 
 
-def test_an_aborted_sample_goes_on_with_other_weights(partial: Run) -> None:
+def test_an_aborted_sample_continues_with_new_weights(partial: Run) -> None:
     assert partial.metrics[1]["training/off_policy/trajectory_spans/max"] == 2
     for step in partial.metrics:
         if step["training/off_policy/trajectory_staleness_worst/max"] == 0:

@@ -1,6 +1,7 @@
-"""Makes verl run on a CPU, where it has no platform of its own: `VERL_USE_EXTERNAL_MODULES=verl_on_cpu`, together with
-`VERL_PLATFORM=cpu`. Nothing of this is needed on a GPU, and nothing of it concerns the rollout. Besides, verl does not
-find TRL: where it does, it wants a class that TRL 1.16, which these tests' environment has, no longer has.
+"""Makes verl run on a CPU: set `VERL_USE_EXTERNAL_MODULES=verl_on_cpu` and `VERL_PLATFORM=cpu`.
+
+verl has no platform for a CPU. A GPU needs nothing of this module, and the module does not affect the rollout. It also
+hides TRL from verl: verl would import a class that TRL 1.16, the release in these tests' environment, no longer has.
 """
 
 # pyright: reportMissingImports=false
@@ -21,7 +22,7 @@ init_process_group = torch.distributed.init_process_group
 
 
 def init_on_a_cpu(backend: str, **options: Any) -> None:
-    """verl asks for gloo on the CPU and the platform's backend on its device, which are the same here."""
+    """Start torch.distributed with gloo. verl names gloo for the CPU and the platform's backend; here both are gloo."""
     init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
 
 
@@ -44,7 +45,7 @@ MODULE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """One device, on which Ray counts a GPU that is not there."""
+    """A platform with one device. Ray counts a GPU for it that does not exist."""
 
     device_name = "cpu"
     vendor_name = "none"

@@ -70,7 +70,7 @@ def test_a_descriptor_limit_that_cannot_be_raised_is_logged_and_kept(
 
 
 def test_a_model_that_cannot_be_loaded_raises_its_error() -> None:
-    with pytest.raises(ModelError, match="found 'broken'"):
+    with pytest.raises(ModelError, match="model 'broken' cannot be loaded"):
         fake_process("broken")
 
 
