@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
 WITHOUT_PROMISES = {"What is not promised", "Reporting a problem"}
-LIMITS = ("What users can still learn and do", "A client that may connect can still", "Whoever may push weights, thus")
-"""Beginnings of paragraphs that are not promises: limits of a promise, or the origin of the next paragraphs."""
+LIMITS = ("What users can still learn and do", "A client that may connect can still")
+"""Beginnings of paragraphs that are not promises: they limit a promise."""
 
 
 def blocks() -> Iterator[str]:
