@@ -65,7 +65,7 @@ lint: .venv/.dev
 	@$(BIN)/pyright
 
 docs: .venv/.dev
-	@$(BIN)/python -P docs/api.py build/api
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Removes the old library first: if the new one does not compile, nothing may run on a library older than the sources.
 define install

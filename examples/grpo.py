@@ -37,6 +37,7 @@ import reasoning_gym
 import torch
 import typer
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch import distributed
@@ -431,6 +432,14 @@ class Rollouts:
         return self.client.generate(*self.tasks.requests(step))
 
 
+PANELS = {
+    "reward": "mean reward",
+    "response_length": "mean answer, tokens",
+    "mismatch": "largest |rollout log-prob - trainer log-prob|",
+}
+"""The panels of the plot: a column of the metrics, and its title."""
+
+
 class Record:
     """The folder of a run. After a kill at any moment it holds a complete checkpoint and the metrics up to it."""
 
@@ -474,12 +483,15 @@ class Record:
         rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
         width = min(5, len(rows))  # steps in the moving average
         figure = Figure(figsize=(8, 8), layout="constrained")
-        for axes, name in zip(figure.subplots(3, sharex=True), ("reward", "response_length", "mismatch"), strict=True):
-            axes.plot(rows["step"], rows[name], ".")
-            axes.plot(rows["step"][width - 1 :], np.convolve(rows[name], np.full(width, 1 / width), "valid"))
-            axes.set_ylabel(name.replace("_", " "))
-            axes.set_ylim(bottom=0)
+        for axes, (name, title) in zip(figure.subplots(3, sharex=True), PANELS.items(), strict=True):
+            axes.plot(rows["step"], rows[name], ".", label="step")
+            mean = np.convolve(rows[name], np.full(width, 1 / width), "valid")
+            axes.plot(rows["step"][width - 1 :], mean, label=f"mean of {width} steps")
+            axes.set_title(title)
+            axes.set_ylim(bottom=0, top=None if rows[name].any() else 1)
+            axes.legend()
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.savefig(self.plot)
 
 

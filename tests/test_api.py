@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +15,13 @@ import pytest
 
 import trueroll.errors
 import trueroll.rollout
+from trueroll.engine.config import EngineConfig
+from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "api.py"
+ROOT = Path(__file__).parents[1]
+BLOCKING = {"RolloutClient": "AsyncRolloutClient", "FleetClient": "AsyncFleetClient"}
+"""Clients that repeat the calls of another one, under which the page describes them."""
 MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.importance")
 
 
@@ -59,17 +64,33 @@ def test_the_errors_are_one_tree_and_public() -> None:
     assert [name for name, kind in kinds.items() if not issubclass(kind, trueroll.errors.TruerollError)] == []
 
 
-def test_the_pages_have_every_public_name(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("api", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.MODULES == MODULES
-    script.build(tmp_path)
-    assert (tmp_path / "index.html").is_file()
-    for module in MODULES:
-        page = (tmp_path / (module.replace(".", "/") + ".html")).read_text()
-        # pdoc shows a name that it cannot resolve as a variable without a docstring.
-        shown = re.findall(r'<section id="([\w.]+)">\s*<div class="attr (?:class|function)">', page)
-        shown += re.findall(r'<div id="([\w.]+)" class="classattr">\s*<div class="attr (?:function|variable)">', page)
-        assert docstrings(module).keys() - {*shown} == set()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site that `make docs` builds. A warning, such as one about a broken link, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_pages_have_every_public_name(site: Path, module: str) -> None:
+    page = (site / "reference" / f"{module.rpartition('.')[2]}.html").read_text()
+    shown = {name.removeprefix(f"{module}.") for name in re.findall(rf'id="({module}[\w.]+)"', page)}
+    missing = docstrings(module).keys() - shown
+    assert {BLOCKING.get(name.partition(".")[0], name) for name in missing} <= {*BLOCKING.values()}
+    assert {f"{BLOCKING[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in missing} <= shown
+
+
+def test_the_pages_have_every_command_and_setting(site: Path) -> None:
+    commands = (site / "reference" / "commands.html").read_text()
+    assert all(f'id="trueroll-{name}"' in commands for name in ("serve", "http", "verify", "fleet"))
+    settings = (site / "reference" / "settings.html").read_text()
+    assert all(f"<code>{name}</code>" in settings for name in [*EngineConfig.model_fields, *WorkerConfig.model_fields])
+
+
+def test_search_needs_no_network(site: Path) -> None:
+    assert (site / "search" / "search_index.js").stat().st_size > 10**5
+    outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css))"', (site / "index.html").read_text())
+    assert outside == []

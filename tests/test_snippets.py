@@ -1,0 +1,81 @@
+"""Every Python and shell block of the README and of the guides runs on SmolLM2, or says why it cannot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+import transformers
+from http_fronts import front_end
+from sybil import Document, Example
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
+
+ROOT = Path(__file__).parent.parent
+GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "migration")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
+
+
+def refuse(example: Example) -> None:
+    raise AssertionError(f"{example.path}:{example.line}: a shell block needs a reason why it is not run")
+
+
+def blocks(page: Path) -> list[Example]:
+    """Return the blocks of a page, and the comments that skip some of them, in order."""
+    parsers = PythonCodeBlockParser(), CodeBlockParser("sh", refuse), SkipParser()
+    return [*Document.parse(str(page), *parsers).examples()]
+
+
+@contextmanager
+def given_for(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the names that the blocks of a page take as given; `url`: the front end in place of the page's."""
+    if name not in ("clients", "http"):
+        yield {}
+        return
+    with launch_worker("smollm2", device="cpu", num_blocks=256) as worker:
+        if name == "http":
+            with front_end(worker.address) as front:
+                yield dict(url=front.url)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"))
+            with RolloutClient(worker.address) as client:
+                yield dict(worker=worker, client=client, model=model, WeightPublisher=WeightPublisher)
+
+
+def check_results(name: str, found: dict[str, Any], printed: str) -> None:
+    """Check what the text of a page says about the results of its blocks."""
+    if name == "README":
+        assert "\nTrue\n" in printed
+        differences = [
+            entry.get("sampling/sampling_logp_difference/max") for entry in found["trainer"].state.log_history
+        ]
+        assert differences[:3] == [0.0] * 3
+    if name == "quickstart":
+        assert printed.count("the largest |ratio - 1| is 0.0\n") == 3
+    if name == "clients":
+        assert found["client"].health().weight_version == 8
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_runs_or_says_why_not(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, copy = page.read_text(), tmp_path / page.name
+    skips = re.findall(r"<!--- skip: (.*) -->", text)
+    assert [skip for skip in skips if not re.fullmatch(r'next "\w.{9,}"', skip)] == []
+    with given_for(page.stem) as given:
+        copy.write_text(text.replace("http://127.0.0.1:8000", given.get("url", "")))
+        examples = blocks(copy)
+        fenced = re.findall(r"^ *```(?:python|sh)$", text, re.M)
+        assert len(examples) == len(fenced) + len(skips), "a block that is not found is not run"
+        found: dict[str, Any] = examples[0].namespace if examples else {}
+        found |= given
+        for example in examples:
+            with suppress(SkipTest):
+                example.evaluate()
+        check_results(page.stem, found, capsys.readouterr().out)
