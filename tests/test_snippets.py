@@ -38,7 +38,7 @@ def given_for(name: str) -> Iterator[dict[str, Any]]:
     if name not in ("clients", "http"):
         yield {}
         return
-    with launch_worker("smollm2", device="cpu", num_blocks=256) as worker:
+    with launch_worker("smollm2", device="cpu", max_model_len=256) as worker:
         if name == "http":
             with front_end(worker.address) as front:
                 yield dict(url=front.url)
