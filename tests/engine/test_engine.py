@@ -552,8 +552,8 @@ def test_a_configuration_that_cannot_work_is_rejected(tiny_llama: Path, settings
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(eos_token_id=[2, 512]), r"eos_token_id: expected ids in \[0, 512\), found 512"),
-        (dict(eos_token_id=-1), "eos_token_id: .* found -1"),
+        (dict(eos_token_id=[2, 512]), r"eos_token_id must be in \[0, 512\) .got 512"),
+        (dict(eos_token_id=-1), "eos_token_id must be .*got -1"),
         (dict(dtype="int8"), "dtype .* must be float32, bfloat16 or float16 .got torch.int8."),
     ],
 )

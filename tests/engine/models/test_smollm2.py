@@ -129,7 +129,7 @@ def test_a_cache_that_others_can_write_is_refused(cache: Path, part: str, mode: 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     give_away(cache / part, monkeypatch)
-    with pytest.raises(ModelError, match="belong to user .*, found owner .*; .* set TRUEROLL_CACHE to a folder"):
+    with pytest.raises(ModelError, match="belong to user .* .got owner .*; .* set TRUEROLL_CACHE to a folder"):
         smollm2_folder()
 
 

@@ -372,7 +372,7 @@ def test_texts_get_503_while_no_process_can_be_forked(fronted: Front, monkeypatc
         response = fronted.post("/v1/completions", body)
         assert response.status_code == 503 and response.headers["Retry-After"] == "1"
         error = error_of(response)
-        assert error["code"] == "unavailable" and "cannot start another one" in error["message"]
+        assert error["code"] == "unavailable" and "cannot start another process" in error["message"]
     assert fronted.post("/v1/completions", body).status_code == 200
 
 
