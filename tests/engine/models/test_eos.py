@@ -155,7 +155,7 @@ def test_an_unreadable_tokenizer_file_is_refused(tmp_path: Path, file: str, cont
         os.mkfifo(tmp_path / file)
     else:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(ModelError, match=f"{file}: expected ") as caught:
+    with pytest.raises(ModelError, match=f"{file}: (must|is not valid JSON|the JSON is)") as caught:
         found(tmp_path)
     assert len(str(caught.value)) < 1000
 

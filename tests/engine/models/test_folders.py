@@ -133,7 +133,7 @@ def test_an_adapter_beside_a_model_is_refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 10**5)])
 def test_unreadable_adapter_settings_are_refused(folder: Path, make: Callable[[Path], object]) -> None:
     make(folder / "adapter_config.json")
-    assert "adapter_config.json: expected " in refusal(folder)
+    assert re.search("adapter_config.json: (must be a regular file|the JSON is nested)", refusal(folder))
 
 
 def test_a_long_name_of_an_adapters_model_is_cut(tmp_path: Path) -> None:
