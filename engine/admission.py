@@ -1,7 +1,7 @@
 """Admission of requests: check them, open their samples, and find or create the sequence that computes their prompt.
 
-Owns the conditions under which a request can be served, and the order of arrival. A refused request has changed
-nothing. An accepted request is in the ledger and in the scheduler.
+Owns the conditions under which a request can be served, and the order of arrival. A rejected request changes nothing.
+An accepted request is in the ledger and in the scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Admission:
         self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raise InvalidRequestError, with nothing changed, if it could never be served."""
+        """Accept a request. Raise InvalidRequestError if the request could never be served; nothing changes then."""
         if request.id in self._ledger.open:
             text = f"request id {request.id!r} is already in use by a running request"
             raise InvalidRequestError(text, field="id", value=request.id)
@@ -75,7 +75,7 @@ class Admission:
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
-            text = "seed is None; give a number, such as `seed_of` the request"
+            text = "seed is None; give a number, such as `seed_of(id, prompt)`"
             raise InvalidRequestError(text, field="seed")
         assert params.max_tokens is not None
         num_tokens = num_prompt_tokens + params.max_tokens
@@ -151,7 +151,7 @@ class Admission:
         self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
-        # The last token is only predicted, never read.
+        # The last token is only scored, never fed.
         tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
         chain = self._scheduler.cache.identity.new_chain(
             request.cache_salt, request.spans, request.return_routed_experts
@@ -171,7 +171,7 @@ class Admission:
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
-    """Return the vocabulary of a model folder, or the error text for requests with stop strings if there is none."""
+    """Return the vocabulary of a model folder. Without one, return the error text for requests with stop strings."""
     try:
         return load_vocabulary(folder)
     except InvalidRequestError as error:

@@ -52,10 +52,10 @@ class EngineConfig(BaseModel):
     `max_num_seqs`: the most samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
     `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU.
 
-    For models with recurrent layers: `state_interval`: tokens between the state checkpoints of a prompt, from which
-    prefixes are resumed; None: an interval at which checkpoints take no more memory than the blocks between them.
-    `decode_state_interval`: the same interval while decoding; 0: no checkpoints. `state_budget`: the most checkpoints
-    that are held; None: one per `state_interval` tokens of the blocks.
+    The following three are for models with recurrent layers. `state_interval`: tokens between the state checkpoints of
+    a prompt, from which prefixes are resumed; None: an interval at which checkpoints take no more memory than the
+    blocks between them. `decode_state_interval`: tokens between state checkpoints while decoding; 0: no checkpoints.
+    `state_budget`: the most checkpoints held at a time; None: one per `state_interval` tokens of the blocks.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: threads of torch; None: torch's
     choice.
@@ -100,7 +100,7 @@ class EngineConfig(BaseModel):
             if (interval := getattr(self, name)) and interval % self.block_size:
                 raise ConfigError(
                     f"{name} must be a multiple of block_size = {self.block_size} (got {interval}), because "
-                    "checkpoints lie between blocks",
+                    "checkpoints are taken at block boundaries",
                     field=name,
                     value=interval,
                 )

@@ -75,20 +75,21 @@ class Engine:
         return bool(self._ledger.open)
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raise InvalidRequestError, with nothing changed, if it could never be served."""
+        """Accept a request. Raise InvalidRequestError if the request could never be served; nothing changes then."""
         self._admission.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """End one sample, or all unfinished samples of a request, and return them with their current tokens.
+        """End a score, one sample, or all unfinished samples of a request. Return their outputs.
 
-        Raise UnknownRequestError if there are none.
+        An aborted sample keeps its current tokens, an aborted score has no log-probs. Raise UnknownRequestError if the
+        score or the samples are not running.
         """
         return [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
 
     def stream(self, request_id: str) -> None:
         """Make `take_deltas` report the growth of a request's samples, beginning with their current tokens.
 
-        Raise UnknownRequestError if there are no unfinished samples.
+        Raise UnknownRequestError if the request has no unfinished samples.
         """
         self._ledger.grown.follow(self._ledger.samples_of(request_id))
 
@@ -102,8 +103,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one chunk of every scheduled sequence, draw the next tokens, and return finished outputs.
 
-        On a GPU, queue that step, wait for the previous one and return its outputs. Once no request is open, wait for
-        both.
+        On a GPU, queue this step, wait for the previous step and return the outputs of the previous step. If no request
+        is open then, wait for both steps.
         """
         return self._pipeline.step()
 
@@ -119,7 +120,7 @@ class Engine:
         requests, running or waiting.
 
         Raise RuntimeError if `drain` finds unfinished requests, or while the weights sleep. Raise ValueError if the
-        staging is incomplete. Nothing changes then.
+        staging is incomplete. In all these cases nothing changes.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
@@ -132,7 +133,7 @@ class Engine:
 
         `level`: 1 keeps the weights on the host; 2 drops them, so that a commit must follow the `wake_up`. Cached
         prefixes are dropped in any case. `in_flight`: as in `commit_weights`; if only the weights sleep, requests under
-        `recompute` keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
+        `recompute` keep their blocks. Raise RuntimeError, with nothing changed, if `drain` finds unfinished requests.
         """
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
@@ -144,7 +145,7 @@ class Engine:
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Take the memory of `tags` again. Weights that were dropped are incomplete until the next commit.
+        """Reallocate the memory of `tags`. Weights that were dropped are incomplete until the next commit.
 
         Once nothing sleeps any more, CUDA graphs are captured again.
         """
@@ -220,7 +221,10 @@ class Engine:
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Return a scheduler with an empty prefix cache, and attach the states and routes of cache entries to it."""
+    """Return a scheduler with an empty prefix cache.
+
+    When an entry leaves the cache, its state checkpoint and its routed experts are dropped, too.
+    """
     slots = StateSlots(info.num_slots, info.checkpoints) if info.live_states else None
     routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if info.num_experts else None
 

@@ -1,8 +1,8 @@
-"""The open requests and the course of a step: it is planned and queued, then its results go to sequences and samples.
+"""Open requests and the life of a step: a step is planned and queued, then its results go to sequences and samples.
 
-A GPU computes one step while the host plans the next one and queues it behind. A sequence that `max_tokens` does not
-end takes part in the next step with a token that the host has not seen yet. If that token turns out to end the sample,
-its row of the step in flight is discarded. On a CPU a step is done before `step` returns.
+While a GPU computes one step, the host plans and queues the next step. A sequence that `max_tokens` does not end takes
+part in the next step with a token that the host has not seen yet. If that token turns out to end the sample, the
+sequence's row of the next step is discarded. On a CPU, a step is done before `step` returns.
 
 `Ledger` owns every accepted request from admission until its one output per sample, or its one output for a score.
 `Pipeline` owns the step in flight, the reason why a token ends a sample, and the version of the weights recorded with
@@ -75,7 +75,7 @@ class Ledger:
     def find(self, request_id: str, index: int | None) -> list[Entry]:
         """Return the score, the sample with this index, or all unfinished samples of a request.
 
-        Raise UnknownRequestError if there are none.
+        Raise UnknownRequestError if the score or the samples are not running.
         """
         entry = self.open.get(request_id)
         if isinstance(entry, OpenScore) and index is None:
@@ -86,7 +86,7 @@ class Ledger:
         return [*entry.values()] if index is None else [entry[index]]
 
     def samples_of(self, request_id: str) -> list[OpenSample]:
-        """Return the unfinished samples of a request. Raise UnknownRequestError if there are none."""
+        """Return the unfinished samples of a request. Raise UnknownRequestError if the request has none."""
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
             raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
@@ -118,7 +118,7 @@ class Ledger:
         return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
-        """Return the routed experts of the first `num_fed` tokens, or None if not requested or if there are none."""
+        """Return the routed experts of the first `num_fed` tokens. None if not requested, or if no token was fed."""
         if self.routes is None or sequence.routes is None or not num_fed:
             return None
         return self.routes.array(sequence.routes.rows(0, num_fed))
@@ -182,7 +182,7 @@ class Pipeline:
         return outputs
 
     def abort(self, entry: Entry) -> Output:
-        """End a sample or a score and return its output, a sample with its current tokens."""
+        """End a sample or a score and return its output. A sample keeps its current tokens."""
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
@@ -207,7 +207,7 @@ class Pipeline:
         return _QueuedStep(chunks, takers, computation)
 
     def _expect(self, queued: _QueuedStep) -> None:
-        """Count the tokens of the queued step that the next step can use before the host sees them."""
+        """Count the tokens of the queued step that the next step computes before the host sees them."""
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes)
         for place, samples in takers.prompts:
@@ -233,13 +233,13 @@ class Pipeline:
         return [self._ledger.finish_score(score, "stop", self.commit)]
 
     def _accept(self, takers: Takers, drawn: Drawn) -> None:
-        """Give each decoding sequence the tokens of its draws."""
+        """Append the drawn tokens to each decoding sequence."""
         decodes = takers.decodes
         token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
         self._scheduler.running.lanes.accept(decodes, token_ids, counts)
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Give each sample with a sequence of its own the drawn tokens, up to the one that ends the sample."""
+        """Append drawn tokens to each sample that has its own sequence, up to a token that ends the sample."""
         sequences, samples, ended = queued.takers.decodes.sequences, queued.takers.samples, list[Output]()
         owners = np.arange(len(sequences)).repeat(queued.takers.counts[: len(sequences)])
         for row, owner in enumerate(owners.tolist()):
@@ -250,7 +250,7 @@ class Pipeline:
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Give the samples of each prompt their first tokens."""
+        """Append the first tokens to the samples of each prompt."""
         outputs, takers = list[Output](), queued.takers
         if not takers.prompts:
             return outputs
@@ -262,9 +262,9 @@ class Pipeline:
         return outputs
 
     def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
-        """Give each sample its drawn token.
+        """Append the drawn token to each sample.
 
-        The first sample that remains unfinished keeps the sequence. The others get forks.
+        The first sample that remains unfinished keeps the sequence. The other unfinished samples get forks.
         """
         ended: list[Output] = []
         going_on: list[OpenSample] = []

@@ -2,9 +2,9 @@
 
 Owns the meaning and the range of every sampling parameter. Owns the table of columns, too: the values that are
 recorded for each token of a sample beside the token itself, such as its log-prob. All code that slices, joins or
-creates columns, from the engine to the front end, uses this table. A new column therefore changes only its fields, its
-message and the code that computes it. Routed experts are not a column, because they are also recorded for the tokens
-of the prompt (`outputs.routes`).
+creates columns, from the engine to the front end, uses this table. To add a column, change only the fields of outputs,
+the message and the code that computes the column. Routed experts are not a column, because they are also recorded for
+the tokens of the prompt (`outputs.routes`).
 
 Knows nothing about models, blocks or sockets. Imports no torch, so that clients share these types with the engine.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 import struct
 import uuid
 from bisect import bisect_right
@@ -49,7 +50,7 @@ class Column:
 
 
 TOKENS = Column("token_ids", "<i4")
-"""The tokens, where they are stored next to their columns."""
+"""The token ids themselves, for code that stores them next to the columns."""
 LOGPROBS = Column("logprobs", "<f4")
 TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", True), Column("top_logprobs", "<f4", True))
 """The columns that `top_logprobs` requests."""
@@ -66,7 +67,7 @@ def columns_of(output: Any) -> Columns:
 
 
 def as_fields(columns: Columns) -> dict[str, Any]:
-    """Return columns as the fields of an output; a missing column is None."""
+    """Return columns as the fields of an output. Missing columns are None."""
     return {column.name: columns.get(column.name) for column in COLUMNS}
 
 
@@ -82,7 +83,7 @@ def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
-    """Concatenate the columns of tokens with the same columns of the tokens after them."""
+    """Concatenate the columns of some tokens with the same columns of the tokens that follow."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
 
@@ -153,7 +154,10 @@ class Distribution(BaseModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
 
     def __init__(self, /, **values: Any) -> None:
-        """Raise InvalidRequestError if parameters are unknown, mistyped or out of range. The error names each."""
+        """Raise InvalidRequestError if parameters are unknown, of a wrong type or out of range.
+
+        The error describes the first few of these parameters and counts the others.
+        """
         try:
             super().__init__(**{name: plain(value) for name, value in values.items()})
         except ValidationError as error:
@@ -257,10 +261,10 @@ class SamplingParams(Distribution):
     def trainer_temperature(self) -> float:
         """The temperature at which a trainer computes the distribution of these log-probs.
 
-        `token_log_probs` takes it; in a plain log-softmax, divide the logits by it.
+        Pass it to `token_log_probs`. For a plain log-softmax, divide the logits by it, or by 1 if it is 0 (greedy).
 
-        Raise ConfigError if a trainer cannot compute that distribution, because filters or `min_tokens` remove tokens
-        from it, or if there are no log-probs.
+        Raise ConfigError if there are no log-probs, or if a trainer cannot compute their distribution, because filters
+        or `min_tokens` remove tokens from it.
         """
         if self.logprobs is None:
             text = "logprobs is None, so there are no log-probs to compute again; sample with logprobs='temperature'"
@@ -325,7 +329,7 @@ def _name_of(location: Sequence[int | str]) -> str | None:
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """Describe the first faults of a pydantic error in one line: field, expectation and value of each."""
+    """Describe the first faults of a pydantic error in one line. Each description has the field and the value."""
     shown = [_describe_fault(fault) for fault in error.errors()[:_MAX_SHOWN_FAULTS]]
     hidden = error.error_count() - len(shown)
     return "; ".join(shown + [f"and {hidden} more"] * bool(hidden))
@@ -337,7 +341,17 @@ def _describe_fault(fault: Any) -> str:
         return f"{where}: unknown parameter; remove it or check its spelling"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {brief(fault['input'])}"
+    if fault["type"] == "missing":
+        return f"{where}: field required"
+    found = _found_and_limit(fault)[0]
+    return f"{where}: {_plain_demand(fault['msg'])} (got {brief(fault['input'] if found is None else found)})"
+
+
+def _plain_demand(message: str) -> str:
+    """Return the demand in a pydantic message in plain words, such as `must be at least 2`."""
+    message = re.sub(r"^\w+ should ", "must ", message).replace("greater than or equal to", "at least")
+    message = re.sub(r" after validation, not \w+$", "", message.replace("less than or equal to", "at most"))
+    return message[:1].lower() + message[1:]
 
 
 _PLACE = struct.Struct("<qq")
@@ -449,8 +463,8 @@ class SampleOutput:
     `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
     experts, experts per token]. None unless requested by `return_routed_experts`, and None without tokens. Row t lists
     the experts chosen for token t of prompt and sample when it was fed to the model, in ascending order of id. The last
-    token was never fed. If a token was drawn after token t, row t comes from the weights that drew it. Earlier rows
-    come from the weights that drew the first token.
+    token was never fed. If the token after token t was drawn, row t comes from the weights that drew that next token.
+    Earlier rows come from the weights that drew the first token.
     """
 
     request_id: str

@@ -31,15 +31,16 @@ class EngineStats:
     `deferred_admissions`: how often a request waited a step for a prefix that another request was computing.
     `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
-    For models with recurrent layers, otherwise 0: `shortened_hits`: tokens that were found in the cache but computed
-    again, because there was no checkpoint of their state. `checkpoints_skipped`: checkpoints for which there was no
-    slot. `checkpoints_evicted`: checkpoints that gave up their slot. `checkpoints_restored`: how often a sequence
-    resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be restored now. `checkpoints_reserved`:
-    checkpoints that the steps in flight take. For any model, `shortened_hits` also counts tokens that were computed
-    again because the requested routed experts were not recorded.
+    `shortened_hits`: tokens that were found in the cache but computed again, because there was no checkpoint of their
+    recurrent state, or because the requested routed experts were not recorded.
+
+    The following are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were not taken,
+    because there was no slot. `checkpoints_evicted`: checkpoints that gave up their slot. `checkpoints_restored`: how
+    often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be restored now.
+    `checkpoints_reserved`: checkpoints that steps in flight are writing.
 
     `expert_tokens`: for models with experts, the number of tokens routed to each expert, int64 [layers with experts,
-    experts per layer] as little-endian bytes, without the step in flight. Empty for other models.
+    experts per layer] as little-endian bytes, not counting the step in flight. Empty for other models.
     """
 
     steps: int

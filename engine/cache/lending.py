@@ -1,10 +1,10 @@
-"""Memory of one process that other processes on the machine map too, so that they need no copy.
+"""Memory of one process that other processes on the same machine can map without a copy.
 
-The lender fills an arena and seals it. From then on no process can change what the others see; a process that writes
-gets pages of its own. Owns the mappings and, until the arena is dropped, the lender's file descriptor.
+The lender fills an arena and seals it. From then on, no process can change what other processes see; a process that
+writes gets pages of its own. Owns the mappings and, until the arena is dropped, the lender's file descriptor.
 
-Promises: the memory has no name. It returns to the system with the last process that maps it, however the processes
-end. A borrower maps exactly the memory that was lent.
+Promises: the memory has no name. The system frees it with the last process that maps it, however the processes end. A
+borrower maps exactly the memory that was lent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """Memory that process `pid` lends: a file of `num_bytes` without a name, with descriptor `fd` and inode `inode`."""
+    """Memory that process `pid` lends: an unnamed file of `num_bytes` bytes, with descriptor `fd` and inode `inode`."""
 
     pid: int
     fd: int
@@ -38,9 +38,9 @@ class LentMemory(NamedTuple):
 
 
 class LendableArena(HostArena):
-    """Memory to fill and then to `lend`. Raise MemoryError if there is not enough.
+    """Memory to fill and then to `lend`. Raise MemoryError if there is not enough memory.
 
-    `is_huge`: whether it consists of huge pages, except for a shorter rest at its end.
+    `is_huge`: whether the memory consists of huge pages, except for a remainder at its end.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -55,7 +55,7 @@ class LendableArena(HostArena):
             raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
 
     def lend(self) -> LentMemory:
-        """Seal the memory. Other processes do not see what is written here afterwards."""
+        """Seal the memory and describe it to borrowers. Later writes are not visible to other processes."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
@@ -85,7 +85,7 @@ class LendableArena(HostArena):
 
 
 class BorrowedArena(HostArena):
-    """The memory that another process lends. Raise OSError if it is missing or not as described."""
+    """The memory that another process lends. Raise OSError if the memory is gone or not as described."""
 
     def __init__(self, lent: LentMemory) -> None:
         super().__init__(lent.num_bytes, huge_pages=True)
@@ -101,11 +101,11 @@ class BorrowedArena(HostArena):
 def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(f"lent memory is not a file of user {os.geteuid()} (found mode {status.st_mode:o})")
+        raise PermissionError(f"lent memory is not a file of user {os.geteuid()} (got mode {status.st_mode:o})")
     if (status.st_ino, status.st_size) != (lent.inode, lent.num_bytes):
-        raise FileNotFoundError("lent memory is gone, found another file in its place")
+        raise FileNotFoundError("lent memory is gone; another file is in its place")
     if fcntl.fcntl(file, _GET_SEALS) & _SEALS != _SEALS:
-        raise PermissionError("lent memory can be changed by other processes, because it is without seals")
+        raise PermissionError("lent memory can be changed by other processes, because it is not sealed")
 
 
 @cache
@@ -114,8 +114,8 @@ def place_to_lend() -> str | None:
 
     Processes with equal places can lend to each other. They are on the same machine, in the same container, have the
     same user and the same capabilities (the system hides open files from processes with fewer), and run on the same
-    NUMA nodes (reading from another node is slower). None also if this process would get only small pages, because
-    these cost more than a copy in huge pages.
+    NUMA nodes (reading from another node is slower). The result is also None if this process would get only small
+    pages, because these cost more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None
@@ -142,7 +142,7 @@ class _Probe(LendableArena):
 def _may_be_looked_at() -> bool:
     """Return whether other processes of this user may open this process's files.
 
-    If the program has capabilities or the rights of another user, these files belong to root.
+    If the program has capabilities or the rights of another user, the files belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

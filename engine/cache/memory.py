@@ -1,8 +1,8 @@
-"""Memory that can be released and taken again while the tensors in it stay valid.
+"""Memory that can be released and reallocated while the tensors in it stay valid.
 
 An arena is one mapping from which tensors are carved. It owns the mapping; the code that carves a tensor owns its
-content. Promises: a tensor begins at a multiple of 64 bytes. Dropped memory is back with the system when `drop`
-returns. Tensors outlive `drop` and `restore`; on the host they keep their addresses.
+content. Promises: a tensor begins at a multiple of 64 bytes. When `drop` returns, the system has the memory back.
+Tensors outlive `drop` and `restore`; on the host they keep their addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
     """Return the size of an arena that holds the tensors of `build(empty)`.
 
-    `build` requests its tensors by `empty(*shape)`. `dtype`: the default dtype of `empty`.
+    `build` allocates its tensors by calling `empty(*shape)`. `dtype`: the default dtype of `empty`.
     """
     total = 0
 
@@ -51,7 +51,8 @@ def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.
 def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
     """Return an arena on a device. Raise MemoryError or RuntimeError if there is not enough memory.
 
-    `huge_pages`: whether the whole arena will be used; otherwise host memory is taken as it is touched.
+    `huge_pages`: whether to use huge pages, for an arena that will be used as a whole. Small pages of the host occupy
+    memory only once they are touched.
     """
     if device.type == "cpu" and sys.platform == "linux":
         return HostArena(num_bytes, huge_pages)
@@ -61,7 +62,7 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 class Arena(ABC):
     """Memory from which tensors are carved.
 
-    `memory`: the bytes, uint8. They are zero at first, and after restoring memory that was not kept.
+    `memory`: the bytes, uint8. They are zero at first, and after `restore` if the content was not kept.
     `num_held`: the bytes of device memory held now, including alignment. Host pages count before they are touched.
     `copy_note`: the reason why `take` had to copy host pages, which takes longer than moving them; empty if it did not.
     """
@@ -78,14 +79,14 @@ class Arena(ABC):
         start = _aligned(sum(self._layout[-1])) if self._layout else 0
         num_bytes = math.prod(shape) * dtype.itemsize
         if start + num_bytes > self._memory.nbytes:
-            raise MemoryError(f"arena has at most {self._memory.nbytes} bytes (asked for {start + num_bytes})")
+            raise MemoryError(f"arena has only {self._memory.nbytes} bytes, but its tensors need {start + num_bytes}")
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
     def take(self, other: Arena) -> None:
-        """Move the content of another arena here. The other content is undefined afterwards.
+        """Move the content of another arena here. Afterwards the content of the other arena is undefined.
 
-        Raise ValueError unless the same tensors were carved from both.
+        Raise ValueError unless the same tensors were carved from both arenas.
         """
         if other._layout != self._layout or other._memory.shape != self._memory.shape:
             raise ValueError("arena does not have the same tensors as the other arena")
@@ -96,13 +97,13 @@ class Arena(ABC):
     def drop(self, keep: bool) -> None:
         """Release the device's memory.
 
-        `keep`: whether the content is kept on the host until `restore`. Content that was dropped before without `keep`
+        `keep`: whether to keep the content on the host until `restore`. Content of an earlier `drop` without `keep`
         stays lost.
         """
 
     @abstractmethod
     def restore(self) -> None:
-        """Take the memory again."""
+        """Reallocate the memory, with the content if it was kept."""
 
     def _move(self, other: Arena) -> bool:
         """Move the content of another arena without a copy. Return False if that is not possible."""
@@ -128,7 +129,7 @@ class HostArena(Arena):
         self._advise()
 
     def map_file(self, file: int, flags: int) -> None:
-        """Replace the content by that of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
+        """Replace the content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
         _map(self._memory, flags, file)
 
     def drop(self, keep: bool) -> None:
@@ -159,7 +160,7 @@ class HostArena(Arena):
 
 
 class DeviceArena(Arena):
-    """One torch allocation on any device. Restored memory may lie elsewhere; its tensors follow it."""
+    """One torch allocation on any device. Restored memory may have another address; its tensors follow."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
@@ -193,7 +194,7 @@ def advise(address: int, num_bytes: int, advice: int) -> bool:
 
 
 def _map(memory: Tensor, flags: int, file: int) -> None:
-    """Replace the pages of an arena's `memory` by new pages.
+    """Replace the pages of an arena's `memory` with new pages.
 
     Raise OSError on failure; there may then be no mapping at this address.
     """

@@ -129,7 +129,7 @@ class Pool(Generic[Owner]):
         self.published.clear()
 
     def miscounted(self, held: Iterable[int]) -> set[int]:
-        """Return the blocks for which `held` does not account exactly. `held`: one block for each reference."""
+        """Return the blocks in a wrong state or with wrong references. `held`: a block for each expected reference."""
         counts, free = Counter(held), Counter([*self._empty, *self._cached])
         blocks = range(self.num_blocks)
         wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
@@ -149,7 +149,7 @@ class Pool(Generic[Owner]):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A published prefix: its place in the index and its last block.
+    """A published prefix: its place in the index, and its last block in each group.
 
     `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the last tokens,
     or None if it was handed out again. `num_children`: the number of index entries with this entry as their parent.
@@ -170,7 +170,7 @@ class Chain:
     `hashes[i]` identifies block i; each hash is computed once. `entries[i]` is the entry at which block i was found or
     published. Hashes cover the blocks [0, known full blocks). While the sequence runs, entries cover the blocks [0,
     computed full blocks). `salt`: extra identity of every block. `spans`: content other than text, sorted.
-    `has_records`: the blocks of this chain are published with routed experts, for which other sequences may wait.
+    `has_records`: whether the blocks are published with routed experts, for which other sequences may wait.
     """
 
     epoch: int
@@ -186,12 +186,12 @@ class Chain:
 
 
 def _extra(salt: bytes, spans: bytes) -> bytes:
-    """Return bytes that differ for any other salt and spans."""
+    """Return bytes that identify this salt and these spans."""
     return b"spans:" + len(spans).to_bytes(4, "little") + spans + salt
 
 
 class BlockIdentity:
-    """Hashes blocks of `block_size` tokens. `epoch`: the number of calls of `renew`."""
+    """Hashes blocks of `block_size` tokens. `epoch`: the number of calls to `renew`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -239,10 +239,10 @@ class Claims:
         return key in self._chains
 
     def find(self, chain: Chain, keys: Iterable[bytes]) -> bytes | None:
-        """Return the hash of the last block in a row that other chains are computing.
+        """Return the hash of the last block in an unbroken run of blocks that other chains are computing.
 
-        `keys`: the hashes of consecutive blocks. Return None if no other chain computes the first one. A chain with
-        records counts only other chains with records.
+        `keys`: the hashes of consecutive blocks; the run begins with the first. Return None if no other chain computes
+        the first block. For a chain with records, only other chains with records count.
         """
         found = None
         for key in keys:
@@ -253,12 +253,12 @@ class Claims:
         return found
 
     def add(self, chain: Chain) -> None:
-        """Claim all blocks that `chain` knows but has not computed, except blocks claimed by other chains."""
+        """Claim all blocks with known hashes that `chain` has not computed, except blocks claimed by other chains."""
         for key in chain.hashes[len(chain.entries) :]:
             self._chains.setdefault(key, chain)
 
     def withdraw(self, chain: Chain) -> None:
-        """Withdraw the claims of a chain that are not fulfilled."""
+        """Drop the unfulfilled claims of a chain."""
         for key in chain.hashes[len(chain.entries) :]:
             self.fulfil(chain, key)
 
@@ -274,7 +274,7 @@ class Claims:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The blocks of one sequence, equally many in each group.
+    """The blocks of one sequence, the same number in each group.
 
     Block i holds the KV of tokens [i * block_size, (i + 1) * block_size) in the layers of its group. The sequence holds
     the blocks from `starts[group]` on. Earlier blocks are released.
@@ -319,7 +319,7 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
-        """Return the most blocks of each group that a sequence holds at a time while it grows to `num_tokens` tokens.
+        """Return the most blocks of each group that a sequence holds at once while it grows to `num_tokens` tokens.
 
         Its tokens are computed in chunks of up to `chunk`.
         """
@@ -345,7 +345,7 @@ class BlockTables:
         return True
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError if a sequence of `num_tokens` could not even run alone."""
+        """Raise InvalidRequestError if a sequence of `num_tokens` tokens does not fit even if it runs alone."""
         for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
@@ -377,7 +377,7 @@ class BlockTables:
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
         """Return a second table for the first `num_tokens` tokens of `table`, and the block copies that it needs.
 
-        It shares the full blocks and gets a fresh block for a partial last block. The copies are, for each group,
+        It shares the full blocks and gets a fresh block for a partial last block. For each group, the copies map
         destination to source. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
@@ -391,7 +391,7 @@ class BlockTables:
     def give_back(self, table: Table, num_computed: int) -> None:
         """Release the blocks of a table that no query from `num_computed` on can reach.
 
-        Publish blocks before this, if they are to be found again.
+        Blocks that later sequences should find must be published before this call.
         """
         for group, window in self.windowed:
             start, first = table.starts[group], self.first_needed(window, num_computed)
@@ -413,7 +413,7 @@ class BlockTables:
             pool.release(table.held(group))
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix. It takes no references."""
+        """Return a table with the blocks that are needed to resume a prefix. References are not counted."""
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
         blocks = [array("q", [entry.blocks[group] or 0 for entry in hits]) for group in range(len(self.pools))]
@@ -467,7 +467,7 @@ class PrefixCache:
         return self.deepest(hits)
 
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """Return the longest start of a run of entries that can be resumed and ends with a ready entry."""
+        """Return the longest start of a run of entries that can be resumed and that ends with a ready entry."""
         windowed = self.tables.windowed
         if not windowed and is_ready is None:
             return run
@@ -482,14 +482,14 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block in a row after the hits that other chains are computing (`Claims.find`).
+        """Return the hash of the last block in the run after the hits that other chains are computing (`Claims.find`).
 
         Only blocks within tokens [0, limit) count.
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
     def publish(self, chain: Chain, tokens: array[int], table: Table, num_computed: int) -> None:
-        """Make the full blocks of the computed tokens [0, num_computed) findable, if their epoch is the current one."""
+        """Publish the full blocks of the computed tokens [0, num_computed), if the chain is of the current epoch."""
         if not self.enabled or chain.epoch != self.identity.epoch:
             return
         num_full = num_computed // self.block_size
@@ -554,7 +554,7 @@ class PrefixCache:
         return entry
 
     def _lose(self, group: int, entry: Entry) -> None:
-        """Remove the block of an entry in a group, which is handed out again."""
+        """Remove an entry's block in a group, because the block is handed out again."""
         entry.blocks[group] = None
         if not self._serves(entry):
             self._remove(entry)
@@ -570,7 +570,7 @@ class PrefixCache:
         return entry.num_children > 0 or any(block is not None for block in entry.blocks)
 
     def _remove(self, entry: Entry) -> None:
-        """Remove an entry from the index, and with it those ancestors that served only this entry."""
+        """Remove an entry from the index, and the ancestors that served only this entry."""
         last: Entry | None = entry
         while last is not None:
             del self._index[last.hash]

@@ -9,8 +9,8 @@
 An entry gets its rows from a sequence that records them while it computes the block. This may be a later sequence than
 the one that published the block. Rows are not part of an entry's identity, and are dropped with the entry.
 
-Promises: at most `capacity` entries have rows. One more replaces the least recently used rows. The entry that loses its
-rows stays in the index; a sequence that needs the rows computes the block again.
+Promises: at most `capacity` entries have rows. Beyond that, new rows replace the least recently used rows. The entry
+that loses its rows stays in the index; a sequence that needs the rows computes the block again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RouteRecords:
 
     def rows(self, entries: Sequence[Entry]) -> bytes:
         """Return the concatenated rows of entries that all have rows."""
-        # The first one is marked as used last, because the others are useless without it.
+        # The first entry is marked as most recently used, because the other rows are useless without its rows.
         for entry in reversed(entries):
             self._rows.move_to_end(entry)
         return b"".join([self._rows[entry] for entry in entries])
@@ -59,7 +59,10 @@ class RouteRecords:
             self._rows.pop(entry, None)
 
     def check_integrity(self, index: Iterable[Entry]) -> None:
-        """Raise RuntimeError unless all entries with rows are in the index, and there are not too many rows."""
+        """Raise RuntimeError unless all entries with rows are in the index, and number and size of rows are right."""
         lost = self._rows.keys() - set(index)
         if lost or len(self._rows) > self.capacity or {*map(len, self._rows.values())} - {self.block_bytes}:
-            raise RuntimeError(f"routes: {len(lost)} of {len(self._rows)} blocks are not in the index, or too many")
+            raise RuntimeError(
+                f"routes: {len(lost)} of {len(self._rows)} entries with rows are not in the index, or there are more "
+                f"than {self.capacity}, or rows do not have {self.block_bytes} bytes"
+            )

@@ -1,8 +1,8 @@
 """The decoder: the weights of a `DecoderSpec`, and its forward pass over the memory of its layers.
 
-Owns the layout of the weights, in the form that its backend wants, under the names of the checkpoint
-(`checkpoint_tensors`). Their memory is provided by the caller. Owns no memory of sequences, keeps no state between
-calls, and knows no model family.
+Owns the layout of the weights: in the form that the backend requires, under the names of the checkpoint
+(`checkpoint_tensors`). The caller provides the memory. Owns no memory of sequences, keeps no state between calls, and
+knows no model family.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ModelInput:
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
     layer, in the form of its mixer. `pages`: for each layer, the places in its memory to which it writes the keys and
     values of the M tokens before attention, and from which it reads. `states`: for each sequence, the states that it
-    reads and the places to which it writes them; None if no layer has states. `embedded`: embeddings that replace those
-    of some tokens, unscaled; None if there are none.
+    reads and the places to which it writes them; None if no layer has states. `embedded`: embeddings that replace the
+    embeddings of some tokens and are not scaled, or None.
     """
 
     token_ids: Tensor
@@ -70,8 +70,8 @@ class ModelOutput(NamedTuple):
 class Decoder:
     """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
 
-    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device. The call may also
-    pass a `dtype`. The calls are the same, in the same order, for the same spec and backend.
+    `empty(*shape)` allocates each weight: an uninitialized tensor, always on the same device and of the same dtype
+    unless the call passes a `dtype`. The same spec and backend make the same calls in the same order.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
@@ -110,7 +110,7 @@ class Decoder:
         return self._tensors
 
     def stack_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the parts that may replace some of `checkpoint_tensors` in a checkpoint (`Parts`)."""
+        """Return the names of the parts by which a checkpoint may replace some of `checkpoint_tensors` (`Parts`)."""
         spec = self.spec
         return {
             f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)
@@ -120,11 +120,11 @@ class Decoder:
         }
 
     def tied_tensors(self) -> dict[str, str]:
-        """Return further names that a checkpoint may have for copies of tensors, with the tensor that each copies."""
+        """Return the names under which a checkpoint may repeat other tensors, each with the name of the tensor."""
         return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:
-        """Return further names that a checkpoint may have for constants that are computed here."""
+        """Return the names under which a checkpoint may hold constants that are computed here."""
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
 
     @property

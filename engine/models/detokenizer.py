@@ -1,7 +1,7 @@
 """The detokenizer: text of tokens that arrive one by one, for stop strings and for streams.
 
-Promises: each token costs the same, whatever the tokens before it. A part of the text is returned once it is certain,
-at most three tokens with text later. Until then, the last bytes may belong to an incomplete character.
+Promises: each token costs the same, however many tokens came before it. Text is returned once it is certain, at most
+three tokens later, not counting tokens without text. Until then, the last bytes may belong to an incomplete character.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Detokenizer:
     stands, and the following tokens are decoded alone.
 
     A decoder may treat the first token of a text specially, so tokens are decoded together with the tokens before them.
-    (`tokenizers.decoders.DecodeStream` raises if tokens are not valid UTF-8.)
+    (`tokenizers.decoders.DecodeStream` is not used, because it raises if tokens are not valid UTF-8.)
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:

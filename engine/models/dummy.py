@@ -26,15 +26,15 @@ def find_config(name: str) -> Path:
     """Return the folder of a configuration.
 
     `name`: a config.json, a folder with a config.json, or the name of a shipped configuration. Raise ModelError if
-    there is none.
+    `name` is none of these.
     """
     shipped = {folder.name: folder for folder in _CONFIGS.iterdir()}
     path = local_path(name)
     folder = shipped.get(name) or (path.parent if path is not None and path.name == CONFIG_FILE else path)
     if folder is None or not (folder / CONFIG_FILE).is_file():
         raise ModelError(
-            f"{name}: expected a {CONFIG_FILE}, a folder that holds one, or one of {', '.join(sorted(shipped))}, "
-            "found none of them; check the path"
+            f"{name}: must be a {CONFIG_FILE}, a folder with a {CONFIG_FILE}, or one of {', '.join(sorted(shipped))}; "
+            "check the path"
         )
     return folder
 
@@ -42,13 +42,13 @@ def find_config(name: str) -> Path:
 def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
     """Overwrite the weights of a decoder with random numbers. `weights`: by their Hugging Face names.
 
-    Norms get the weights with which they multiply by 1. The other weights are normally distributed with mean 0. Their
-    standard deviation is 1 / sqrt(size of the axis along which a product adds), so that a product of rows of unit
-    variance has unit variance. They are drawn on `device`, one tensor at a time, or one expert of a stack at a time.
+    Norms get the weights with which they multiply by 1. The other weights are normally distributed with mean 0 and
+    standard deviation 1 / sqrt(fan-in), so that a product with rows of unit variance has unit variance. They are drawn
+    on `device`, one tensor at a time, or one expert of a stack at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():
-        # All norms are like the last one, except the norms of delta nets.
+        # All norms have the form of the last norm, except the norms of delta nets.
         zero_centered = spec.norm.zero_centered and not name.endswith(spec.names["delta.norm"])
         is_norm = name.endswith("norm.weight")
         for part in _parts(weight):

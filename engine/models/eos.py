@@ -1,8 +1,8 @@
 """End-of-sequence tokens: the tokens that end a text, according to the files of a model folder.
 
-Owns nothing. Promises the union of the tokens named by generation_config.json, config.json and the tokenizer, so that a
-sample ends wherever a common server or transformers would end it. Of a tokenizer only JSON is read, and no code runs. A
-token that the model cannot draw is never in the result.
+Owns nothing. Promises: the result is the union of the tokens named by generation_config.json, config.json and the
+tokenizer, so that a sample ends wherever other servers or transformers would end it. Only the JSON files of a tokenizer
+are read; no code runs. A token that the model cannot draw is never in the result.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def find_eos_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> tu
     of the tokenizer. Nothing else is read from these files, so that they cannot change how a request is sampled. The
     log says which file named which token, and warns if there is none.
 
-    Raise ModelError if a file cannot be read, or if the settings are not ids or not in the vocabulary. A tokenizer's
-    token without an id in the model is skipped, with a warning.
+    Raise ModelError if a file cannot be read, or if the settings are not ids or not in the vocabulary. If the
+    tokenizer's `eos_token` has no id in the model, skip it with a warning.
     """
     generation = folder / "generation_config.json"
     files = {
@@ -54,7 +54,7 @@ def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
         return
     log.warning(
         "%s: generation_config.json, config.json and the tokenizer name no token that ends a text; samples end only at "
-        "max_tokens, stop_token_ids and stop: set eos_token_id in generation_config.json",
+        "max_tokens, stop_token_ids and stop; set eos_token_id in generation_config.json",
         folder,
     )
 
@@ -76,33 +76,29 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
     token_ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
         raise ModelError(
-            f"{path}: eos_token_id: expected a token id or a list of at most {MAX_EOS_TOKENS}, found {brief(found)}; "
-            "correct it"
+            f"{path}: eos_token_id must be a token id or a list of at most {MAX_EOS_TOKENS} token ids (got "
+            f"{brief(found)}); correct it"
         )
     outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if outside:
-        raise ModelError(
-            f"{path}: eos_token_id: expected ids in [0, {vocab_size}), found {brief(outside[0])}; correct it"
-        )
+        raise ModelError(f"{path}: eos_token_id must be in [0, {vocab_size}) (got {brief(outside[0])}); correct it")
     return list(dict.fromkeys(token_ids))
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return the id of the tokenizer's `eos_token`; none if it names no token, or one that the model does not have."""
+    """Return the id of the tokenizer's `eos_token`. Return no id if no token is named, or if the model lacks it."""
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []
     found = _look_up(folder / _TOKENIZER, token)
     if isinstance(found, int) and 0 <= found < vocab_size:
         return [found]
-    expected = f"ids in [0, {vocab_size})" if isinstance(found, int) else "its id"
     log.warning(
-        "%s: the tokenizer's eos_token %s: expected %s, found %s; samples do not end there: correct the tokenizer, or "
-        "set eos_token_id in generation_config.json",
+        "%s: the tokenizer's eos_token %s has %s; samples do not end at it; correct the tokenizer, or set eos_token_id "
+        "in generation_config.json",
         folder / _TOKENIZER,
         brief(token),
-        expected,
-        brief(found) if isinstance(found, int) else found,
+        f"id {brief(found)}, outside [0, {vocab_size})" if isinstance(found, int) else f"no id ({found})",
     )
     return []
 
@@ -120,7 +116,7 @@ def _read_token(path: Path) -> str | None:
 
 
 def _look_up(path: Path, token: str) -> int | str:
-    """Return the id of a token, looked up in the added tokens, then in the vocabulary; or why it has none."""
+    """Look up a token in the added tokens, then in the vocabulary. Return its id, or the reason why it has no id."""
     if not os.path.lexists(path):
         return "no such file"
     tokenizer = read_json(path, MAX_TOKENIZER_BYTES)

@@ -1,7 +1,7 @@
-"""Files of a model folder, which anyone may have made: which files are accepted, and how much of a file is read.
+"""Checks for the files of a model folder, which may come from anyone: what kind of file is accepted, and its size.
 
-Owns nothing. Promises: only regular files and links to them are opened. Memory is bounded by the limits here. Any fault
-of a file raises a ModelError of bounded length that names the file.
+Owns nothing. Promises: only regular files and links to them are opened. The limits here bound the memory of a read. Any
+fault of a file raises a ModelError of bounded length that names the file.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from trueroll.errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
-"""The limit for a file of settings, such as config.json. Real files have some kilobytes."""
+"""The limit for a file of settings, such as config.json. Real files have a few kilobytes."""
 MAX_TOKENIZER_BYTES = 2**26
-"""The limit for one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
+"""The limit for each file of a tokenizer. The largest tokenizer.json in wide use has 34 MB."""
 
 
 def local_path(name: str) -> Path | None:
-    """Return the path that a user names, with `~` for the home folder; None if this user sees nothing there."""
+    """Return the path that a user names, with `~` expanded, or None if nothing is visible there to this user."""
     if not name:
         return None
     try:
@@ -48,27 +48,30 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
         raise _unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
-        raise ModelError(f"{path}: expected a regular file, found {kind}; download or save the model again")
+        raise ModelError(f"{path}: must be a regular file, but is {kind}; download or save the model again")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelError(
-            f"{path}: expected at most {max_bytes} bytes, found {status.st_size}; no supported model needs so many; "
-            "check the origin of the file"
+            f"{path}: {status.st_size} bytes are too many (limit {max_bytes}); no supported model needs so many; check "
+            "the origin of the file"
         )
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ModelError if it cannot be read, is too large or holds anything else."""
+    """Return the JSON object in a file.
+
+    Raise ModelError if the file cannot be read, is too large, or holds anything else.
+    """
     check_file(path, max_bytes)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _unreadable(path, error) from None
     except ValueError as error:
-        raise ModelError(f"{path}: expected JSON, found {error}; download or save the model again") from None
+        raise ModelError(f"{path}: is not valid JSON: {error}; download or save the model again") from None
     except RecursionError:
-        raise ModelError(f"{path}: expected JSON, found it nested too deeply; save the model again") from None
+        raise ModelError(f"{path}: the JSON is nested too deeply; save the model again") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}; save the model again")
+        raise ModelError(f"{path}: must hold a JSON object (got {type(content).__name__}); save the model again")
     return content
 
 

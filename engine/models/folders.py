@@ -1,6 +1,7 @@
-"""Folders given as models that hold something else, or something more: what each of them seems to be, and what to do.
+"""Errors for folders that are given as models but hold something else, or a model and something else.
 
-Owns nothing. Promises to read only the names of files and the settings of an adapter. Pickles are never opened.
+Each error says what the folder seems to be and what to do. Owns nothing. Promises to read only the names of files and
+the settings of an adapter. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _MAX_CHECKPOINTS = 10
 def refuse_what_is_no_model(folder: Path) -> None:
     """Raise ModelError if a folder holds an adapter, or checkpoints of a trainer and no weights.
 
-    An adapter beside weights is rejected, too. The weights may be the model for which the adapter was made, or the
-    model with the adapter merged in.
+    An adapter beside weights is rejected, too: the weights may be the adapter's base model, or may already have the
+    adapter merged in.
     """
     names = set(list_names(folder))
     has_weights = bool({SINGLE_FILE, INDEX_FILE} & names)
@@ -38,29 +39,27 @@ def refuse_what_is_no_model(folder: Path) -> None:
 
 def no_weights(folder: Path) -> ModelError:
     """Return the error for a model without safetensors."""
-    expected = f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found"
+    lacking = f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}"
     pickles = sorted(filter(_PICKLES.fullmatch, list_names(folder)))
     if not pickles:
-        return ModelError(f"{expected} neither; save the model there, as transformers' save_pretrained does")
+        return ModelError(f"{lacking}; save the model there, as transformers' save_pretrained does")
     more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
     return ModelError(
-        f"{expected} {pickles[0]}{more}: pickles, which may run code and are not opened here; if you trust them, "
+        f"{lacking}, but {pickles[0]}{more}: pickles, which may run code and are not opened here; if you trust them, "
         f"convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
-        ".save_pretrained('NEW')`, copy the files of the tokenizer to NEW as well, and give NEW"
+        ".save_pretrained('NEW')`, copy the files of the tokenizer to NEW as well, and serve NEW"
     )
 
 
 def _is_adapter(folder: Path, has_weights: bool) -> ModelError:
     adapter = f"an adapter of {_base_model(folder)}"
     found = (
-        f"expected a model or an adapter, found a model and {adapter}, which would not be applied"
-        if has_weights
-        else f"expected a model with all its weights, found {adapter}"
+        f"holds a model and {adapter}, which would not be applied" if has_weights else f"holds no model, but {adapter}"
     )
     moved = "; if the adapter is merged into these weights already, or is not wanted, move adapter_* elsewhere"
     return ModelError(
         f"{folder}: {found}; merge it with peft, `AutoPeftModelForCausalLM.from_pretrained('{folder}')"
-        ".merge_and_unload().save_pretrained('MERGED')`, copy the files of the tokenizer to MERGED as well, and give "
+        ".merge_and_unload().save_pretrained('MERGED')`, copy the files of the tokenizer to MERGED as well, and serve "
         f"MERGED{moved if has_weights else ''}"
     )
 
@@ -81,6 +80,6 @@ def _holds_checkpoints(folder: Path, checkpoints: list[str]) -> ModelError:
     earlier = len(checkpoints) - _MAX_CHECKPOINTS
     listed = (f"{earlier} earlier and " if earlier > 0 else "") + ", ".join(checkpoints[-_MAX_CHECKPOINTS:])
     return ModelError(
-        f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither, but checkpoints of a trainer: {listed}; "
-        f"give one of them, such as {folder / checkpoints[-1]}"
+        f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}, but checkpoints of a trainer: {listed}; serve one of "
+        f"them, such as {folder / checkpoints[-1]}"
     )

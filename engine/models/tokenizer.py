@@ -1,8 +1,8 @@
-"""Tokenizers: loading a tokenizer from a file that anyone may have made, and checking it before use.
+"""Tokenizers: load a tokenizer from an untrusted file, and check it before use.
 
-Decoding runs in this process, because it happens token by token beside everything else. The text of tokens must
-therefore be in proportion to the tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder makes a text at
-most `MAX_GROWTH` times as long, in time that is in proportion, too.
+Decoding runs in the worker's own process, token by token. The length of a text must therefore be bounded by the number
+of its tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder makes a text at most `MAX_GROWTH` times as
+long, in a time that is proportional to the length.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .files import MAX_TOKENIZER_BYTES, check_file
 from .trials import TrialError, attempt
 
 MAX_TOKEN_CHARS = 4096
-"""The longest tokens of models in wide use have a few hundred characters."""
+"""The longest tokens of widely used models have a few hundred characters."""
 MAX_GROWTH = 16
-"""The most times a decoder may lengthen a text. Decoders in wide use insert at most a space before each token."""
+"""The largest factor by which a decoder may lengthen a text. Decoders in wide use add at most one space per token."""
 _MAX_STEPS = 64
 _NEVER_GROW = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip"}
 _REGEX_OPERATORS = frozenset(b"*+?{(\\")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer in a tokenizer.json, in a child process first.
+    """Load the tokenizer in a tokenizer.json, after a trial in a child process.
 
-    Raise ModelError if that exceeds its limits or fails, or if `check_tokenizer` rejects the tokenizer.
+    Raise ModelError if the trial fails or exceeds its limits, or if `check_tokenizer` rejects the tokenizer.
     """
     check_file(path, MAX_TOKENIZER_BYTES)
     try:
@@ -47,7 +47,7 @@ def _loaded(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise ModelError if a token is too long, or if the decoder's text may be out of proportion."""
+    """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much."""
     if (longest := longest_token(tokenizer.get_vocab())) > MAX_TOKEN_CHARS:
         raise ModelError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}; use another tokenizer")
     if tokenizer.decoder is not None:

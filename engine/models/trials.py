@@ -1,4 +1,4 @@
-"""Trials: work on files that anyone may have made is first tried in a child process with little time and memory.
+"""Trials: work on untrusted files is first tried in a child process with little time and memory.
 
 Promises: a trial ends within its limits, whatever the work does. It leaves behind neither memory nor a process.
 """
@@ -24,7 +24,8 @@ _MAX_TEXT_BYTES = 4096
 class Limits:
     """The limits of a child process.
 
-    `cpu_seconds`: processor time. `seconds`: time in all. `more_bytes`: address space beyond that of this process.
+    `cpu_seconds`: processor time. `seconds`: wall-clock time. `more_bytes`: address space in addition to the address
+    space of this process.
     """
 
     cpu_seconds: int = 30
@@ -36,14 +37,13 @@ class Limits:
 
 
 class TrialError(Exception):
-    """The work failed; the text says how."""
+    """The work failed; the message says how."""
 
 
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
     """Do `work` in a forked child process and discard its memory.
 
-    Raise TrialError if the work raises or exceeds the limits, UnavailableError if the machine has no room for a
-    process.
+    Raise TrialError if the work raises or exceeds the limits, UnavailableError if the system cannot start a process.
     """
     limits = limits or Limits()
     with room_for_a_process():
@@ -61,20 +61,20 @@ def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
 
 @contextmanager
 def room_for_a_process() -> Iterator[None]:
-    """Raise UnavailableError in place of an OSError."""
+    """Turn an OSError into an UnavailableError that says that no process can be started."""
     try:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"processes: cannot start another one: {error}; try again, or raise this process's limits of processes, "
-            "files and memory (ulimit -a)"
+            f"cannot start another process: {error}; try again, or raise the limits on processes, open files and "
+            "memory (ulimit -a)"
         ) from None
 
 
 def forked(work: Callable[[], object]) -> int:
     """Do `work` in a child process, and return its id. The child then ends without the exit handlers of this process.
 
-    Raise UnavailableError if the machine has no room for a process.
+    Raise UnavailableError if the system cannot start a process.
     """
     with room_for_a_process():
         child = os.fork()
@@ -94,7 +94,7 @@ def end(child: int) -> None:
 
 
 def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
-    """Do the work and report the outcome; this runs in the child."""
+    """Do the work in the child, and report the outcome."""
     told = b"-"
     try:
         close_all_but(writer)
@@ -111,7 +111,7 @@ def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
 
 
 def _read(reader: int, deadline: float) -> bytes:
-    """Return the report of the child; empty if it was killed or takes too long."""
+    """Return the report of the child, or nothing if the child was killed or takes too long."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     is_there = poll.poll(max(0, deadline - time.monotonic()) * 1000)
@@ -119,13 +119,16 @@ def _read(reader: int, deadline: float) -> bytes:
 
 
 def close_all_but(descriptor: int) -> None:
-    """Close the descriptors inherited from the parent, so that its connections end when the parent closes them."""
+    """Close all inherited descriptors except `descriptor` and the standard streams.
+
+    The connections of the parent then end when the parent closes them.
+    """
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit the address space of this process to `more_bytes` beyond its current size. Write no core beyond it."""
+    """Limit the address space of this process to `more_bytes` beyond its current size, and disable core dumps."""
     with open("/proc/self/statm") as file:
         num_pages = int(file.read().split()[0])
     _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + more_bytes)
@@ -133,7 +136,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel kill this process after `seconds` more of processor time."""
+    """Make the kernel kill this process after `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
 

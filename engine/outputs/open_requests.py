@@ -1,7 +1,7 @@
-"""Open requests: growing samples and the scores that fill up.
+"""Open requests: samples that grow and scores that fill up.
 
-Also holds how the tokens of a sample are drawn (`DrawRecord`), and the samples that grew since their last delta
-(`Grown`).
+Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the samples that grew since their last
+delta (`Grown`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..request import (
 from .stop_strings import StopStrings
 
 BASES = ("processed", "temperature", "raw")
-"""The distributions log-probs can refer to, in the order of the numbers in `DrawRecord.basis`."""
+"""The distributions that log-probs can refer to. `DrawRecord.basis` is an index into this tuple."""
 
 
 class DrawRecord(NamedTuple):
@@ -86,7 +86,7 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """Return the record for scoring given tokens. It holds the distribution; the rest does not apply."""
+        """Return the record for scoring given tokens. Only the fields of the distribution are set."""
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
@@ -124,7 +124,7 @@ class OpenSample:
     `order`: the order of arrival of its request, then its index. `draw`: how tokens are drawn. `ending_tokens`: the
     tokens that end the sample. `banned`: the same tokens, as a list of the tokens banned before `min_tokens`.
     `logprobs`: None if not requested. `records`: the columns that `top_logprobs` requested, or None. `commits`: each
-    set of weights that produced tokens of the sample, with the number of tokens before its first one. `error`: the
+    set of weights that produced tokens of the sample, with the index of its first token. `error`: the
     reason, if the sample ends with an error. `joined`: whether another request computes the prompt. `num_told`: the
     number of tokens that deltas have reported; None if deltas were not requested.
     """
@@ -148,7 +148,7 @@ class OpenSample:
 
     @property
     def num_fed(self) -> int:
-        """The number of tokens of prompt and sample that were fed: all but the last; 0 if the sample has no token."""
+        """The number of fed tokens of prompt and sample: all but the last token, or 0 if the sample has no token."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:

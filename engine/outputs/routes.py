@@ -39,7 +39,7 @@ class RouteFormat:
 class Routes:
     """The rows of tokens [0, num_rows) of one sequence, each of `row_bytes` bytes.
 
-    `fresh`: the first row that was computed with the weights of the sequence's chain. Only rows from there on may be
+    `fresh`: the first row that was computed with the weights of the sequence's chain. Only rows from this row on may be
     published.
     """
 
@@ -59,7 +59,10 @@ class Routes:
         self.shared, self.own, self.fresh = rows, bytearray(), 0
 
     def put(self, start: int, rows: memoryview) -> None:
-        """Append the new rows among the rows of the tokens from `start` on. `start` must be at most `num_rows`."""
+        """Append the rows that are not recorded yet.
+
+        `rows`: the rows of the tokens from `start` on. `start` must be at most `num_rows`.
+        """
         self.own += rows[(self.num_rows - start) * self.row_bytes :]
 
     def fork(self) -> Routes:

@@ -1,7 +1,7 @@
 """Stop strings, the only feature for which a worker needs a tokenizer.
 
-Promises: watching costs the same for each token, whatever the text before. If a tokenizer fails in any way,
-`StopStrings` and `load_vocabulary` raise an Exception of trueroll, so that other samples are not affected.
+Promises: watching costs the same for each token, however long the text before it. If a tokenizer fails in any way,
+`StopStrings` and `load_vocabulary` raise an `Exception` of this package, so that other samples are not affected.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..models.tokenizer import load_tokenizer
 
 
 class TokenizerError(Exception):
-    """A tokenizer failed; the text says how."""
+    """A tokenizer failed; the message says how."""
 
 
 class Vocabulary:
-    """A tokenizer used for decoding only. Passes on whatever the tokenizer raises, even if it is not an `Exception`."""
+    """A tokenizer for decoding only. Propagates whatever the tokenizer raises, even if it is not an `Exception`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Start after these tokens. Only the last ones, into which a stop string can reach back, are read.
+        """Start after these tokens. Read only the last tokens, in which a stop string could begin.
 
         Raise TokenizerError if the tokenizer fails.
         """
@@ -61,7 +61,7 @@ class StopStrings:
             self.feed(token_id)
 
     def feed(self, token_id: int) -> str | None:
-        """Add a token. Return the stop string that ends first in the text that it adds, or None.
+        """Add a token. Return the stop string that ends first in the added text, or None.
 
         Raise TokenizerError if the tokenizer fails.
         """
@@ -74,10 +74,10 @@ class StopStrings:
         return min(ends)[2] if ends else None
 
     def _is_short(self, token_ids: Sequence[int]) -> bool:
-        """Return whether more tokens before these are needed.
+        """Return whether `feed_prior` must start before these tokens.
 
-        That is so if a stop string may reach back beyond them, or if their text begins within a character. The bytes of
-        a partial character are shown as one replacement mark or as several.
+        It must if a stop string may begin before them, or if their text begins within a character. One or several
+        replacement marks stand for the bytes of a partial character.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))
@@ -98,8 +98,8 @@ def _explained() -> Iterator[None]:
 def load_vocabulary(folder: Path) -> Vocabulary:
     """Return the tokenizer of a model folder.
 
-    Raise InvalidRequestError if the folder has no tokenizer that can be read, UnavailableError if the machine has no
-    room for the process that tries it.
+    Raise InvalidRequestError if the folder has no readable tokenizer, UnavailableError if the process that tries the
+    tokenizer cannot be started.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():

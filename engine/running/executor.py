@@ -1,11 +1,11 @@
 """The executor of steps: the model, its memory, its CUDA graphs and its sampler, on one device.
 
 Owns everything on the device, from warm-up to sleep: weights, KV cache, recurrent states, CUDA graphs and the counts of
-experts; and which of these sleep. Does not own requests, sequences or blocks. A `Step` describes the computation as
-arrays, so that a leader could send it to followers that compute the same.
+experts; and the sleep state of weights and KV cache. Does not own requests, sequences or blocks. A `Step` describes the
+computation as arrays, so that a leader could send it to followers that compute the same.
 
-Promises: the results of a step are a function of the previous steps and of the weights. `compute` does not synchronize
-the device. Its result can be waited for after the next step is queued.
+Promises: the results of a step are a function of the step, of the previous steps and of the weights. `compute` does not
+synchronize the device. The caller can queue the next step before it waits for the result.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 class StepResults(NamedTuple):
     """The results of a step, on the host.
 
-    `drawn`: None if the step draws nothing. `scores`: for each score of the step its columns: log-probs, and with
-    `top_logprobs` entropy, ids and log-probs of the most probable tokens. `routes`: the rows of the step's tokens in
-    the form of `RouteFormat`, or None if not recorded. `expert_tokens`: see `EngineStats`; empty for a model without
-    experts.
+    `drawn`: None if the step draws nothing. `scores`: the columns of each score of the step: log-probs, and with
+    `top_logprobs` also the entropy, and the ids and log-probs of the most probable tokens. `routes`: the rows of the
+    step's tokens in the form of `RouteFormat`, or None if not recorded. `expert_tokens`: see `EngineStats`; empty for a
+    model without experts.
     """
 
     drawn: Drawn | None
@@ -89,9 +89,9 @@ class Executor(Protocol):
         ...
 
     def commit(self, staging: WeightStaging) -> None:
-        """Compute with the staged weights from the next step on.
+        """Use the staged weights from the next step on.
 
-        Raise RuntimeError if the weights sleep, ValueError if the staging is incomplete. Nothing changes then.
+        Raise RuntimeError if the weights sleep, ValueError if the staging is incomplete. In both cases nothing changes.
         """
         ...
 
@@ -100,7 +100,7 @@ class Executor(Protocol):
         ...
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Take the memory of `tags` again. The content of the KV cache is lost."""
+        """Reallocate the memory of `tags`. The content of the KV cache is lost."""
         ...
 
     def memory(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Executor(Protocol):
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether steps are queued before the tokens of the previous step are seen."""
+    """Return whether steps are queued before the host has seen the tokens of the previous step."""
     return device.type == "cuda"
 
 
@@ -174,7 +174,7 @@ class LocalExecutor:
         if self._asleep:
             raise RuntimeError(f"engine: memory of {sorted(self._asleep)} is asleep; wake it up before the next step")
         if not self.weights.is_whole:
-            raise RuntimeError("engine: no complete weights for a step; commit a full set of weights")
+            raise RuntimeError("engine: there are no complete weights for a step; commit a full set of weights")
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
@@ -203,7 +203,7 @@ class LocalExecutor:
         self._asleep.update(tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Take the memory of `tags` again. Once nothing sleeps any more, capture CUDA graphs again."""
+        """Reallocate the memory of `tags`. Once nothing sleeps any more, capture the CUDA graphs again."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:
@@ -223,7 +223,7 @@ class LocalExecutor:
         return HostCopies(found)
 
     def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
-        """Draw the tokens of a step. `graphs`: the graphs that computed it, or None."""
+        """Draw the tokens of a step. `graphs`: the graphs that computed the step, or None."""
         if graphs is not None and graphs.draws(step):
             return graphs.draw(step)
         return self._sampler.draw(hidden, step.draws)

@@ -1,7 +1,7 @@
-"""The experts chosen by a step, on their way to the host.
+"""The experts that a step chose: recorded rows and counts, in transfer to the host.
 
-These are the rows of the step's tokens, if they are recorded, and the number of tokens that each expert has had so far.
-Owns these counts, on the device. Does not synchronize the device.
+The rows list the experts of each token of the step, if they are recorded. The counts are the numbers of tokens routed
+to each expert so far. Owns the counts, on the device. Does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StepRoutes:
     """The chosen experts of a step.
 
     `rows`: the recorded rows of the step's tokens, [M, layers, top_k]; None if they are not recorded. `counts`: int64
-    [layers, num_experts], the number of tokens given to each expert of a layer, including this step.
+    [layers, num_experts], the number of tokens routed to each expert of a layer up to and including this step.
     """
 
     rows: HostCopies | None
@@ -40,7 +40,7 @@ class ExpertCounts:
 
     @torch.inference_mode()
     def take(self, routes: Tensor, is_recorded: bool) -> StepRoutes:
-        """Count the chosen experts of a step.
+        """Count the chosen experts of a step, and start the transfer to the host.
 
         `routes`: int32 [layers, M, top_k]. `is_recorded`: whether to return the rows of its tokens.
         """

@@ -2,16 +2,16 @@
 
 The number of rows of a graph is a power of two. For each of these sizes there are two graphs. One holds the kernels of
 the forward pass, which computes hidden states and the model's records. The other holds the kernels of plain draws from
-these hidden states. Both use the addresses at which they were captured.
+these hidden states. Both read and write the memory addresses that were captured.
 
-A step in which each sequence computes one token replays the first graph. If it then takes one plain draw per sequence,
-it replays the second graph, too. Otherwise its draws are computed as for any other step. A step with fewer rows is
-padded; by the contract of the ops, padding changes no bit of the other rows. Padding reads and writes `spare_blocks`,
-for each window a block of the KV cache that no sequence has. It reads no recurrent state, and writes the slot
-`spare_state`, which no sequence has either.
+A step in which each sequence computes one token replays the first graph. If one plain draw per sequence follows, the
+step replays the second graph, too. Otherwise its draws are computed as for any other step. A step with fewer rows is
+padded; by the contract of the ops, padding changes no bit of the other rows. Padding reads and writes `spare_blocks`:
+for each window, one block of the KV cache that no sequence uses. Padding reads no recurrent state, and writes the slot
+`spare_state`, which no sequence uses either.
 
-Owns the graphs and their inputs. Graphs stay valid as long as weights and KV cache stay in place: `forget` the graphs
-when these move, and `capture` them before the next step. A capture synchronizes the device; a replay does not.
+Owns the graphs and their inputs. Graphs stay valid as long as weights and KV cache stay in place. If these move, call
+`forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation once. Returns its outputs, and a function that computes them again from the current inputs."""
+    """Runs a computation once. Returns its outputs, and a function that recomputes them from the current inputs."""
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 
 
 class CudaCapture:
-    """Capture by `torch.cuda.CUDAGraph`. All graphs share one memory pool, because they never run at the same time."""
+    """Capture with `torch.cuda.CUDAGraph`. All graphs share a memory pool, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -55,7 +55,7 @@ class CudaCapture:
 
 
 class _Padding(NamedTuple):
-    """The memory of padding rows: `blocks`, for each window a spare block; `states` [2, 1], as in `Step`."""
+    """The memory of padding rows. `blocks`: a spare block for each window. `states`: [2, 1], as in `Step`."""
 
     blocks: Sequence[int]
     states: Tensor
@@ -110,7 +110,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured computation. `outputs`: its outputs, which each `replay` computes again."""
+    """A captured computation. `outputs`: its outputs, which each `replay` overwrites."""
 
     outputs: Outputs
     replay: Callable[[], object]
@@ -120,8 +120,9 @@ class _Graph:
 class _Graphs:
     """The graphs of one size.
 
-    `inputs`: the inputs that they read at each replay. `forward`: its outputs are the hidden states and the records.
-    `names`: the names of these records. `draw`: it also reads the hidden states.
+    `inputs`: the inputs that each replay reads. `forward`: the graph of the forward pass; its outputs are the hidden
+    states, then the records. `names`: the names of these records. `draw`: the graph of the draws, which also reads the
+    hidden states.
     """
 
     inputs: _Inputs
@@ -150,7 +151,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graphs] = {}
 
     def capture(self) -> None:
-        """Capture all graphs, unless they exist, the largest first so that the others fit into its memory."""
+        """Capture all graphs, unless they exist. The largest comes first, so that smaller graphs reuse its memory."""
         if not self._graphs:
             capture = self._new_capture()
             self._graphs = {size: self._captured(size, capture) for size in reversed(self._sizes)}
@@ -160,11 +161,11 @@ class DecodeGraphs:
         self._graphs = {}
 
     def serves(self, step: Step) -> bool:
-        """Return whether each sequence computes one token, so that `run` can take the step."""
+        """Return whether each sequence computes one token, so that `run` can compute the step."""
         return len(step.token_ids) == len(step.context_lens)
 
     def draws(self, step: Step) -> bool:
-        """Return whether one plain draw follows each of these tokens, so that `draw` can take the step."""
+        """Return whether one plain draw follows each of these tokens, so that `draw` can compute the draws."""
         count, rows = len(step.context_lens), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain

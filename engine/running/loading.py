@@ -61,13 +61,13 @@ class EngineInfo:
     `isa`: the instruction set of the backend. `backend_note`: the reason why a faster backend is not used, or empty.
     `torch_version`: the version of the torch package.
 
-    `windows`: the windows of the model's layers in tokens; None, for layers without one, comes first. The layers of a
-    window share blocks: `num_blocks` for the first window, `window_blocks` for each further one.
+    `windows`: the windows of the model's layers in tokens; None, for layers without a window, comes first. The layers
+    with the same window share blocks: `num_blocks` for the first window, `window_blocks` for each further window.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: for recurrent states, as in `MemoryPlan`; 0 for
-    models without. `expert_layers`, `num_experts`, `experts_per_token`: the number of layers with experts, of experts
-    in such a layer, and of experts to which a token is routed. `route_bytes`: the bytes of one token's recorded
-    experts. These are 0 for models without experts.
+    models without recurrent layers. `expert_layers`, `num_experts`, `experts_per_token`: the number of layers with
+    experts, of experts in such a layer, and of experts to which a token is routed. `route_bytes`: the bytes of one
+    token's recorded experts. All four are 0 for models without experts.
 
     `scratch_bytes`: approximate bytes of the largest step. `warm_up_seconds`: the time to compile kernels, plan memory
     and capture CUDA graphs after the weights were loaded.
@@ -118,7 +118,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The properties of a model that are known before it takes memory."""
+    """The properties of a model that are known before its memory is allocated."""
 
     folder: Path
     build: Callable[[Empty], Decoder]
@@ -136,7 +136,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """Load a model and its backend.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model, ModelError if the model cannot
-    be loaded. A model that does not fit its checkpoint takes no memory.
+    be loaded. If the checkpoint does not fit the model, no memory is allocated.
     """
     plan = _plan(config, _find_model)
     outline = plan.outline()
@@ -159,8 +159,8 @@ def outline(config: EngineConfig) -> Decoder:
 def load_dummy(config: EngineConfig) -> LoadedModel:
     """Return a model with random weights, and its backend.
 
-    `config.model` names only the model's configuration, in the form that `find_config` takes. Raise the errors of
-    `load_model`.
+    `config.model` names only the model's configuration, in one of the forms that `find_config` accepts. Raise the same
+    errors as `load_model`.
     """
     loaded = _allocate(_plan(config, find_config))
     fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
@@ -240,7 +240,7 @@ def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
         return
     log.warning(
         "%s: the model is served in %s, the dtype of config.json (float32 if it names none), but %d of %d tensors are "
-        "stored in %s and are converted; correct config.json, or set dtype to the one to serve, such as --dtype %s",
+        "stored in %s and are converted; correct config.json, or set dtype to the dtype to serve, such as --dtype %s",
         plan.folder,
         _name(plan.dtype),
         sum(others.values()),
@@ -267,7 +267,7 @@ def _allocate(plan: _Plan) -> LoadedModel:
 def _check_memory(plan: _Plan) -> None:
     """Raise ModelError if the weights do not fit into the host's memory.
 
-    The host hands out memory that it does not have, and kills a process that uses it.
+    The host overcommits memory, and kills a process that uses more than there is.
     """
     if plan.device.type != "cpu":
         return
@@ -284,7 +284,8 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
         return getattr(torch, config.dtype)
     if own not in _DTYPES:
         raise ModelError(
-            f"{folder}: dtype in config.json must be float32, bfloat16 or float16 (got {brief(own)}); set dtype"
+            f"{folder}: dtype in config.json must be float32, bfloat16 or float16 (got {brief(own)}); set dtype to one "
+            "of these"
         )
     return own
 
@@ -294,7 +295,8 @@ def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len must be at most {limit}, which the model was trained for (got {config.max_model_len})"
+            f"max_model_len must be at most {limit}, the length that the model was trained for (got "
+            f"{config.max_model_len})"
         )
     return config.max_model_len or limit
 
@@ -318,5 +320,5 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: torch cannot use {name!r} here: {error}; use another device, such as cpu") from None
     if device.type == "meta":
-        raise ConfigError("device: 'meta' does not compute; use another device, such as cpu")
+        raise ConfigError("device: 'meta' cannot compute; use another device, such as cpu")
     return device

@@ -23,14 +23,14 @@ from .step import Draws, Step
 class LaneState:
     """The last drawn tokens, on the device.
 
-    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane; the last element belongs to no lane.
+    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane, then an element that belongs to no lane.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.last_tokens = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
 
     def update(self, draws: Draws, token_ids: Tensor) -> None:
-        """Take the tokens of draws, int64 [R], without synchronizing."""
+        """Store the drawn tokens, int64 [R]. Does not synchronize."""
         lanes = draws.lanes % len(self.last_tokens)  # NO_LANE, which is -1, becomes the last element
         self.last_tokens.index_copy_(0, to_device(torch.from_numpy(lanes), token_ids.device), token_ids)
 
@@ -58,18 +58,18 @@ class ModelRunner:
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
 
-        # Small pages, so that a block takes memory only once it is used.
+        # Small pages, so that a block occupies memory only once it is used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories = build(empty)
-        self._caches: list[list[Tensor]] = [[] for _ in windows]  # of each group
+        self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
         self._has_states = bool(model.spec.delta_nets)
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
-        """Compute a step, add to the memories, and return the model's output for the step's tokens.
+        """Compute a step: write to the memories, and return the model's output for the step's tokens.
 
-        `lanes`: the tokens drawn by previous steps, if steps have unseen tokens.
+        `lanes`: the tokens drawn by previous steps; required if the step has unseen tokens.
         """
         arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
@@ -98,7 +98,7 @@ class ModelRunner:
         return self.model.forward(ModelInput(*tokens))
 
     def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
-        """Return the step's `token_ids` with the unseen tokens filled in, which the previous step draws.
+        """Return the step's `token_ids` with the unseen tokens filled in. The previous step draws these tokens.
 
         `token_ids`: int64 [M], on the device.
         """
@@ -109,7 +109,7 @@ class ModelRunner:
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
     def copy_blocks(self, step: Step) -> None:
-        """Copy the KV blocks that a step finds in another block."""
+        """Make the block copies of a step in the KV cache."""
         for copies, caches in zip(step.block_copies, self._caches, strict=True):
             if not len(copies):
                 continue
@@ -118,7 +118,7 @@ class ModelRunner:
                 cache[destinations] = cache[sources]
 
     def to_device(self, values: np.ndarray) -> Tensor:
-        """Return values on the model's device, without synchronizing. On a CPU they share memory."""
+        """Return values on the model's device, without synchronizing. On a CPU the result shares their memory."""
         return to_device(torch.from_numpy(values), self.device)
 
 

@@ -1,9 +1,9 @@
-"""How the memory beside the weights is shared: KV blocks, live states, and checkpoints of states.
+"""The plan of the memory beside the weights: KV blocks, live states, and checkpoints of states.
 
-A worker plans with this before it takes memory. A model without recurrent layers has no states, so that everything is
-blocks. Layers with the same window form a group with its own blocks (`DecoderSpec.windows`). The first group has the
-layers without a window, if there are such layers. The number of its blocks is configured; the numbers of the other
-groups follow from it.
+A worker makes the plan before it allocates this memory. A model without recurrent layers has no states; all memory is
+for blocks. Layers with the same window form a group with its own blocks (`DecoderSpec.windows`). The first group has
+the layers without a window, if there are such layers. The configuration determines the number of blocks of the first
+group, from which the numbers of the other groups follow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Storage:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Storage:
-        """Return the storage of a worker."""
+        """Return the storage of a worker that computes in `dtype` on one device."""
         return cls(dtype.itemsize, dtype.itemsize)
 
 
@@ -72,8 +72,8 @@ class Sizes:
     def interval(self) -> int:
         """The default number of tokens between checkpoints.
 
-        It is the smallest power of two of blocks at which checkpoints take at most as much memory as the blocks between
-        them.
+        The interval in blocks is the smallest power of two at which checkpoints take at most as much memory as the
+        blocks between them.
         """
         blocks = 1
         while blocks * self.block < self.state:
@@ -87,7 +87,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The shares of memory.
+    """How the memory is divided.
 
     `num_blocks`: blocks of the first group. `window_blocks`: blocks of each further group. `live_states`: one for each
     running sequence, and some more for states from which samples continue. `checkpoints`: the most checkpoints held at
@@ -125,8 +125,8 @@ def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
     heads = {m.num_kv_heads for m in spec.attentions} | {m.num_key_heads for m in spec.delta_nets}
     if any(count % ranks for count in heads):
         raise ConfigError(
-            f"ranks must divide the {' and the '.join(map(str, sorted(heads)))} heads of keys in a layer (got {ranks})"
-            "; share the model among fewer devices"
+            f"ranks must divide the number of key heads of every layer, {' and '.join(map(str, sorted(heads)))} (got "
+            f"{ranks}); share the model among fewer devices"
         )
 
 
@@ -174,7 +174,7 @@ def _budget(config: EngineConfig, available: int) -> int:
 
 
 def _live_states(config: EngineConfig, sizes: Sizes) -> int:
-    """Return one state per running sequence, and one more for each group that forks; few groups fork at a time."""
+    """Return the number of live states: one per running sequence, and some for groups that fork, few at a time."""
     return config.max_num_seqs + max(1, config.max_num_seqs // 8) if sizes.state else 0
 
 
@@ -187,9 +187,9 @@ def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: in
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:
     """Return the number of blocks of a group with a window.
 
-    Running sequences need a window and the chunks of two steps. The other blocks hold the last window of each prefix in
-    the `num_blocks` of the first group, so that the prefixes can be resumed. They suffice for prefixes of the greatest
-    length, or of four windows.
+    Running sequences need blocks for a window each, and for the chunks of two steps. The other blocks hold the last
+    window of each prefix that the `num_blocks` of the first group hold, so that the prefixes can be resumed. There are
+    enough of them if each prefix is as long as the longest sequence, or at least four windows long.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)

@@ -78,18 +78,18 @@ class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
     Rows with neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they have
-    `top_logprobs`. These ops keep no logits. The other rows take the same steps one by one.
+    `top_logprobs`. These ops do not store logits. For the other rows, separate ops do the same computation in steps.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
         self.ops, self.head = backend, head
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
-        """Draw one token for each draw; there must be at least one. hidden: [M, hidden_size]."""
+        """Draw the tokens of `draws`, which must not be empty. `hidden`: [M, hidden_size]."""
         if draws.are_plain:
             return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         num_tops = draws.records["num_tops"]
-        k = int(num_tops.max())  # draws that list fewer tokens take the first ones
+        k = int(num_tops.max())  # draws that list fewer tokens use the first ones
         whole, processed, plain = _sorted_by_kind(draws)
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if len(whole):
@@ -111,7 +111,7 @@ class Sampler:
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Return the log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution`.
 
-        hidden: [M, hidden_size].
+        `hidden`: [M, hidden_size].
         """
         if distribution.has_filters:
             parts = self._processed_parts(hidden, token_ids, distribution)
@@ -121,7 +121,7 @@ class Sampler:
     def score_statistics(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
     ) -> TokenStatistics:
-        """Return `score`, with the entropy of each row's distribution and its k most probable tokens."""
+        """Return the log-probs of `score`, and for each row the entropy and the k most probable tokens."""
         if not distribution.has_filters:
             return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
@@ -131,7 +131,7 @@ class Sampler:
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits after temperature and filters, for some rows at a time, with their tokens."""
+        """Yield logits after temperature and filters, up to `_LOGITS_ROWS` rows at a time, with their tokens."""
         record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
@@ -145,7 +145,7 @@ class Sampler:
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """Take the steps of `next_tokens`, with bans and filters in between. Statistics are computed unless k < 0."""
+        """Do the steps of `next_tokens`, with bans and filters in between. Compute statistics unless k < 0."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
@@ -181,14 +181,14 @@ class Sampler:
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the places of draws in three groups.
 
-    The groups are: draws from the whole distribution with statistics, draws from a part of it, and plain draws.
+    The groups are: draws from the whole distribution with statistics, draws with filters or bans, and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
 
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
-    """Return the input of `next_tokens` for draws: everything except filters and bans. There must be a draw."""
+    """Return the input of `next_tokens` for draws, without filters and bans. `draws` must not be empty."""
     records, integers = draws.records, np.empty((4, len(draws)), np.int64)
     integers[:] = draws.rows, records["target"], records["seed"], draws.positions
     columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")

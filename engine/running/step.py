@@ -1,9 +1,9 @@
 """A step as plain arrays on the host: tokens to compute, places of their KV, and the draws and scores after them.
 
 A `Step` is built once for each step. Model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A
-process with the step and the tokens of the previous step can therefore compute it. A sample takes its tokens from a
-range of one or more rows of a chunk, each row with its own position. In `Draws` these ranges lie one after the other,
-row by row. The draw of a row does not depend on other rows.
+process that has the `Step` and the tokens of the previous step can therefore compute the step. A sample draws its
+tokens from a range of one or more rows of a chunk, each row with its own position. `Draws` has these ranges one after
+the other, row by row. The draw of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..request import Distribution
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
-"""The lane of a draw if the host sees its token before the sequence continues."""
+"""The lane of a draw if the host sees the drawn token before the sequence continues."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Draws:
     """R tokens to be drawn, each from a row of the hidden states.
 
     `rows`, `positions`: int64 [R], the row, and the absolute position of the token. `lanes`: int64 [R], the lane that
-    takes the token in the state on the device (`LaneState`), or NO_LANE; no lane occurs twice. `records`: `DRAW` [R].
-    `banned`: for some of the R draws the ids that cannot be drawn; for many ids an `array("q")` is fastest.
+    stores the token on the device (`LaneState`), or NO_LANE; no lane occurs twice. `records`: `DRAW` [R]. `banned`: for
+    some of the R draws, the ids that cannot be drawn; for many ids an `array("q")` is fastest.
     """
 
     rows: np.ndarray
@@ -83,13 +83,13 @@ class Step:
     """M tokens of N sequences. Arrays are int64.
 
     `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the indices of tokens that are not known yet, and for
-    each the lane for which the previous step draws it. `query_starts` (N + 1), `context_lens` (N): as in
+    each the lane for which the previous step draws it. `query_starts` [N + 1], `context_lens` [N]: as in
     `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers.
     `records_routes`: whether the chosen experts are recorded for some of the tokens.
 
-    For each window of the model's layers: `slots` [M]: the places in the cache to which the KV of the tokens goes.
-    `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and destination of each block
-    that is copied before the computation.
+    These have one array for each window of the model's layers: `slots` [M]: the places in the cache to which the KV of
+    the tokens is written. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
+    destination of each block that is copied before the computation.
     """
 
     token_ids: np.ndarray
@@ -143,7 +143,7 @@ def _pairs(copies: Mapping[int, int]) -> np.ndarray:
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of this token alone."""
+    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone."""
     is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)

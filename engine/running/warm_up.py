@@ -1,8 +1,8 @@
-"""Warm-up on a GPU before the first step, so that no step waits for a compilation and every step finds its memory.
+"""Warm-up on a GPU before the first step, so that no step waits for a compilation or runs out of memory.
 
-Compiles kernels for all numbers of rows that a step may have. Then computes the largest step and captures all CUDA
-graphs, on a KV cache with one block for each group. The memory that is still free is available to the real KV cache. On
-a CPU there is nothing to do.
+Compiles kernels for all numbers of rows that a step may have. Then captures all CUDA graphs and computes the largest
+step, on a KV cache with one block for each group. The memory that is free after that is available to the real KV cache.
+On a CPU there is nothing to do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> in
 
 
 class _Computation:
-    """The computations of a model's steps, on a KV cache with one block and one slot of recurrent state."""
+    """The computations of a model's steps, on a KV cache with one block per window and one slot of recurrent state."""
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
         blocks = [1] * len(model.spec.windows)
@@ -63,7 +63,7 @@ class _Computation:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
-        """Compute what steps with this number of rows compute. Heads with many rows are computed in smaller parts."""
+        """Do the computations of steps with this number of rows. Steps compute heads of many rows in smaller parts."""
         hidden = self.hidden(rows)
         if rows <= self._max_num_seqs:
             self._decode(rows)
@@ -77,27 +77,27 @@ class _Computation:
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
-        """Compute tokens and log-probs from hidden states in every way."""
+        """Compute tokens and log-probs from hidden states in all ways that steps use."""
         token_ids = self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
             self.sampler.score(hidden, token_ids, distribution)
             self.sampler.score_statistics(hidden, token_ids, distribution, k=1)
 
     def _decode(self, rows: int) -> None:
-        """Decode in the form that graphs hold."""
+        """Decode in the form that CUDA graphs capture."""
         zeros, lens = self._zeros(rows), [self._max_model_len] * rows
         batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
         self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, rows))
 
     def _pages(self, batch: AttentionBatch) -> list[Pages]:
-        """Return the pages of each window, on its one block."""
+        """Return the pages of each window, on its only block."""
         return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.model.spec.windows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
 
     def _tables(self, sequences: int, tokens: int) -> Tensor:
-        """Return block tables that name the one block."""
+        """Return block tables in which every entry is the only block."""
         return self._zeros(sequences, -(-tokens // self.runner.block_size))
 
 
@@ -110,7 +110,7 @@ def _outline(loaded: LoadedModel) -> Decoder:
 
 @torch.inference_mode()
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Return the bytes that are free while memory is held for all graphs and for the largest step."""
+    """Return the bytes that remain free beside all graphs and the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
     spare = [0] * len(computation.runner.model.spec.windows), 0
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)

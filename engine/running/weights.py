@@ -1,13 +1,13 @@
 """Replaceable weights: staged beside the live weights, and committed between two steps.
 
-Owns the arena of the weights, and through it the arenas of stagings. While adapters are merged into the weights, also
-owns the weights as they were before (`AdapterBase`). Does not know where new weights come from, which version they
-have, or what happens to requests and the KV cache; that is up to the engine. Workers of one `kin` may share the memory
-of a staging. Each worker turns it into its live weights by a commit of its own.
+Owns the arena of the weights, and the arenas of stagings. While adapters are merged into the weights, also owns the
+weights as they were before (`AdapterBase`). Does not know where new weights come from, which version they have, or what
+happens to requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each of these
+workers makes the staging its live weights by a commit of its own.
 
-Promises: the addresses of live weights never change on a host. Until the commit nothing is written to the live weights,
-unless the staging is in place. A commit that raises has changed nothing. `new_staging` may be called, and a staging may
-be filled, on another thread while the engine steps. Everything else belongs to the engine's thread.
+Promises: the addresses of live weights never change on a host. Until the commit, nothing is written to the live
+weights, unless the staging is in place. A commit that raises has changed nothing. Another thread may call `new_staging`
+and fill a staging while the engine steps. Everything else belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..models.decoder import Decoder, Empty
 class AdapterBase:
     """The weights to which adapters were added.
 
-    `kept`: the parameters that the adapters changed, dense, as they were before. `checksums`: checksums of the base's
-    parameters, as far as pushes of adapters needed them.
+    `kept`: the parameters that the adapters changed, dense, as they were before. `checksums`: the checksums of base
+    parameters that pushes of adapters have computed so far.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class AdapterBase:
 
 
 class Factors(NamedTuple):
-    """An adapter being received: A [R, K] and B [N, R] for a weight [N, K], and the factor of their product."""
+    """An adapter being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of their product."""
 
     a: Tensor
     b: Tensor
@@ -55,9 +55,9 @@ class Factors(NamedTuple):
 class WeightStore:
     """The weights of the model that `build(empty)` creates, and the requirements for a new set of weights.
 
-    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: these names, and the names made of
-    them by `parts`. `is_whole`: whether the live weights are a complete set of one version. After level 2 of `sleep`,
-    or after the first write to a staging in place, they are not, until a commit of every parameter.
+    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: these names, and the names
+    of `parts`. `is_whole`: whether the live weights are a complete set of one version. False after level 2 of `sleep`
+    and after the first write to a staging in place, until a commit of every parameter.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -105,14 +105,14 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow; empty if they are fast, and before the first commit."""
+        """The reason why commits are slow. Empty if they are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
     def kin(self) -> str | None:
-        """The group of processes that may share the memory of their weights, or None if no other process could map it.
+        """A name for the group of processes that may share the memory of their weights; None if none can map it.
 
-        Processes with equal values can lend memory to each other, and have the same weights in the same places.
+        Processes with equal names can lend memory to each other, and have the same weights in the same places.
         """
         if self._device.type != "cpu" or (place := place_to_lend()) is None:
             return None
@@ -126,7 +126,7 @@ class WeightStore:
         return new_arena(self._num_bytes, self._device, huge_pages=True)
 
     def model_in(self, arena: Arena) -> Decoder:
-        """Return a model with its weights in an arena, laid out like the live weights, with the values found there."""
+        """Return a model with its weights in an arena, in the layout of the live weights. The memory is not written."""
 
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return arena.empty(dtype, *shape)
@@ -134,11 +134,11 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """Return a place for new weights. `in_place`: overwrite the live weights, if there is no memory for others."""
+        """Return a staging. `in_place`: whether it overwrites the live weights, if memory lacks room for two sets."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
-        """Return a place for new weights in memory that other processes can map once the weights are complete."""
+        """Return a staging in memory that other processes can map once its weights are complete."""
         return LendableStaging(self, LendableArena(self._num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
@@ -159,17 +159,17 @@ class WeightStore:
         """
         staged = staging.check()
         if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
-            raise ValueError(f"weights: {missing} is missing; the old weights are lost, stage every parameter")
+            raise ValueError(f"weights: {missing} is missing, and the old weights are lost; stage every parameter")
         if not staging.in_place:
             self._install(staging, staged)
-            # The staging's memory belongs to the stream on which it was filled, which does not know of these copies.
+            # The staging's memory belongs to the stream that filled it; without a wait, it could be reused too early.
             wait_for_stream(self._device)
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
-        """Release the device's memory. `level`: 1 keeps the weights on the host, 2 drops them."""
+        """Release the device memory. `level`: 1 keeps the weights on the host, 2 drops them."""
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
         if level == 1:  # on the host, where they stay until adapters need them again
@@ -178,15 +178,15 @@ class WeightStore:
             self.base = AdapterBase()
 
     def wake_up(self) -> None:
-        """Take the memory again."""
+        """Reallocate the memory."""
         self._arena.restore()
 
     def served(self, name: str) -> Tensor:
-        """Return a live parameter in the form of a checkpoint. It may share the memory of the weights."""
+        """Return a live parameter, dense as in a checkpoint. It may share the memory of the weights."""
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
-        """Return a parameter of the base, dense, without sharing memory. The live weights must be complete."""
+        """Return a dense copy of a parameter as it was before adapters. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
             return kept.to(self.model.device)
         return self.tensors[name].to_dense().clone()
@@ -233,8 +233,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 class WeightStaging:
     """A set of new weights that is being received. The commit, `drop`, or the last reference to it frees its memory.
 
-    `arena`, `tensors`: the memory to which rows are written, once there are some. `elements`: elements to overwrite at
-    the commit. `base`: after `adapt`, the new weights without adapters.
+    `arena`, `tensors`: the memory to which rows are written, from the first call of `rows` on. `elements`: elements to
+    overwrite at the commit. `base`: after `adapt`, the new weights without adapters.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -259,13 +259,13 @@ class WeightStaging:
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Accept adapters: `rows` also takes A and B of these weights from now on, and `merge` adds them.
 
-        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: add the adapters to the live weights as
-        they were before adapters, instead of to staged rows.
+        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: whether adapters are added to the live
+        weights as they were before adapters, instead of to staged rows.
 
-        Raise ValueError if the staging is in place, or if `alone` and the live weights are incomplete.
+        Raise ValueError if the staging is in place, or if `alone` is set and the live weights are incomplete.
         """
         if self.in_place or (alone and not self._store.is_whole):
-            raise ValueError("staging: adapters need a staging beside live weights that are complete")
+            raise ValueError("staging: adapters need complete live weights, and a staging that is not in place")
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -283,7 +283,7 @@ class WeightStaging:
         if self._is_alone:
             names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
             if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
-                names |= dict.fromkeys(store.tensors)  # then the commit moves pages instead of copying
+                names |= dict.fromkeys(store.tensors)  # so that the commit moves pages instead of copying
         return list(names)
 
     def merge(self, name: str) -> bool:
@@ -307,8 +307,8 @@ class WeightStaging:
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Return rows [start, start + length) of a parameter or a part, to be written once, by an immediate `copy_`.
 
-        For a matrix, `start` is a multiple of 16. So is `length`, unless the rows reach the end. A row of a stack is
-        the matrix of an expert. After `adapt`, the name may also be that of A or B of an adapter.
+        For a matrix, `start` must be a multiple of 16, and `length` too, unless the rows reach the end. A row of a
+        stack is the matrix of an expert. After `adapt`, `name` may also be the name of A or B of an adapter.
         """
         if name in self._by_name:
             return self._by_name[name].narrow(0, start, length)
@@ -325,8 +325,8 @@ class WeightStaging:
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
         """Record elements of a parameter or a part to overwrite at the commit.
 
-        `indices`: flat, int64 [n]. `values`: [n]. Both are copied at once. Raise ValueError if the staging is in place,
-        or if indices or values do not fit the parameter.
+        `indices`: flat, int64 [n]. `values`: [n]. Both are copied during the call. Raise ValueError if the staging is
+        in place, or if indices or values do not fit the parameter.
         """
         if self.in_place:
             raise ValueError("staging: weights replaced in place need whole rows, not elements")
@@ -344,14 +344,14 @@ class WeightStaging:
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """Return the parameters and parts that are staged in rows. Raise ValueError if one is staged in part."""
+        """Return the parameters and parts with staged rows. Raise ValueError if only some rows of one are staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
                 raise ValueError(f"{name}: {self._store.shape(name)[0]} staged rows required (got {count})")
         return set(self._staged_rows)
 
     def drop(self) -> None:
-        """Free the memory and forget the staged weights. Nothing may be written to its rows afterwards."""
+        """Free the memory and forget the staged weights. Afterwards nothing may be written to rows of the staging."""
         if self.arena is not None:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
@@ -360,7 +360,7 @@ class WeightStaging:
         self._others_bytes = 0
 
     def _place(self, name: str) -> tuple[str, int]:
-        """Return the parameter of `name`, and the flat index of the first element in it."""
+        """Return the parameter that contains `name`, and the flat index at which `name` begins in it."""
         part = self._store.spellings.part(name)
         if part is None:
             return name, 0
@@ -377,7 +377,7 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> LentMemory:
-        """Let other processes map the weights, which must be complete. Nothing more is written here."""
+        """Let other processes map the weights, which must be complete. These do not see later writes."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:

@@ -8,8 +8,8 @@ A slot holds the state of all recurrent layers for one sequence, after one of it
 - `target` is its own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of these slots, and a step in flight holds a reference to the checkpoint that it
-writes. All three are counters of the sequence's lane (`sequence.Counters`). Restoring a checkpoint, forking and taking
-a checkpoint therefore copy nothing.
+writes. `slot`, `source` and `target` are counters of the sequence's lane (`sequence.Counters`), so that restoring a
+checkpoint, forking and taking a checkpoint copy no state.
 
 `StateSlots` owns the references to each slot, the free slots, and the checkpoints (entry of the prefix index -> slot)
 within their budget. `Branches` owns the places where prompts branch and a checkpoint is still pending.
@@ -18,17 +18,17 @@ prefixes (`prefix_cache`).
 
 Checkpoints lie at absolute positions on block boundaries. Chunks are cut there:
 
-- every `interval` tokens in tokens that are computed in chunks: a prompt, or all tokens after a preemption;
-- at the last block boundary within a prompt from which the same prompt can be resumed when it comes again;
+- every `Intervals.prompts` tokens in tokens that are computed in chunks: a prompt, or all tokens after a preemption;
+- at the last block boundary within a prompt from which a repetition of the same prompt can resume;
 - where prompts branch: at the end of the tokens that a sequence found in the cache but had to compute, because there
   was no checkpoint. Prompts that arrive meanwhile wait for this checkpoint as they wait for a prefix that is being
   computed;
-- every `decode_interval` tokens while decoding.
+- every `Intervals.decodes` tokens while decoding.
 
 A checkpoint is reserved when the step that ends at it is planned, and ready when that step is done. It is pinned while
 a sequence resumes from it. It is dropped with its entry, with the epoch, or if another checkpoint or a live state needs
-its slot. If there is no slot for a checkpoint, it is skipped: nothing waits for it, and the place where a chunk is cut
-does not change a bit.
+its slot. If there is no slot for a checkpoint, it is skipped: no sequence waits for it, and the chunk is not cut. Where
+chunks are cut does not change a bit of the results.
 
 Promises:
 
@@ -183,9 +183,9 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Tokens between checkpoints, in multiples of the block size; 0: no checkpoints.
+    """Numbers of tokens between checkpoints, multiples of the block size; 0: no checkpoints.
 
-    `prompts`: while chunks are computed. `decodes`: while decoding.
+    `prompts`: the interval for tokens that are computed in chunks. `decodes`: the interval while decoding.
     """
 
     prompts: int
@@ -222,8 +222,8 @@ class Branches:
     def find(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
         """Return the hash of the last block at which another sequence will take a checkpoint, or None.
 
-        Only blocks [num_resumed, num_hits) count. Without the checkpoint, the sequence would compute them although they
-        are cached.
+        Only blocks [num_resumed, num_hits) count. Without the checkpoint, the sequence would have to compute these
+        blocks although they are cached.
         """
         keys = sequence.chain.hashes[num_resumed:num_hits]
         return next((key for key in reversed(keys) if key in self._takers), None)
@@ -251,12 +251,12 @@ class RecurrentStates:
         self._lanes = lanes
         self._block_size = block_size
         self._intervals = intervals
-        self._pending: dict[tuple[Sequence, int], int] = {}  # of steps in flight: sequence and position -> slot
+        self._pending: dict[tuple[Sequence, int], int] = {}  # for steps in flight: sequence and position -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
-        """Return slots for a sequence that is about to run, with the state at the end of `hits`.
+        """Return the slots for a sequence that is about to run from the state at the end of `hits`.
 
-        Return None, with nothing changed, if there is no slot left.
+        Return None, with nothing changed, if all slots are in use.
         """
         # Restore first, so that taking a slot cannot evict the checkpoint.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
@@ -283,7 +283,8 @@ class RecurrentStates:
     def cut(self, sequence: Sequence, size: int) -> int:
         """Return how many of the next `size` tokens to compute in one chunk.
 
-        The chunk ends at the next checkpoint at the latest. A slot is then reserved for the checkpoint.
+        If the tokens reach the next checkpoint, reserve a slot for it and end the chunk there. If there is no slot,
+        skip the checkpoint and return `size`.
         """
         place = self._next(sequence) if self.slots.budget else 0
         if place == 0 or sequence.num_computed + size < place:
@@ -302,7 +303,7 @@ class RecurrentStates:
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
     def advance(self, chunks: Chunks) -> None:
-        """Record that a step leaves the states of `chunks` in their targets, from which the next step continues."""
+        """Record that a step writes the states of `chunks` to their targets, from which the next step continues."""
         slot, source, target = self._lanes.slot, self._lanes.source, self._lanes.target
         for place in np.flatnonzero(source[chunks.lanes] != target[chunks.lanes]).tolist():
             lane, end = chunks.lanes[place], int(chunks.ends[place])

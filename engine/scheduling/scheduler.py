@@ -1,13 +1,13 @@
 """The scheduler: which tokens a step computes, and which sequence holds which blocks.
 
-One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first,
-within a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are all
-this one case.
+Each sequence has `num_tokens` and `num_computed`, and every step raises `num_computed` towards `num_tokens`, within a
+token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are all this one
+case.
 
 `SharedPrompts` owns the prompts that are being computed, so that a request with the same prompt can join. `Waiting`
-owns the waiting sequences. `Running` owns the running sequences, with everything that each of them holds. `Starter`
-decides whether a waiting sequence can start. `Scheduler` plans the step. None of them knows what is sampled or why a
-sequence ends.
+owns the waiting sequences. `Running` owns the running sequences, with the blocks, lanes and states that they hold.
+`Starter` decides whether a waiting sequence can start. `Scheduler` plans the step. None of them knows what is sampled
+or why a sequence ends.
 
 A step takes running decodes first, then chunks of running prompts, then admissions. A prompt of any length therefore
 delays a decode by at most one chunk. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
@@ -48,9 +48,10 @@ class SharedPrompts:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """Return the sequence that computes this prompt, if there is one; more samples may join it.
+        """Return the sequence that computes this prompt, or None. More samples may join the sequence.
 
-        A chain with records finds only sequences with records, and a chain without records only sequences without.
+        A chain with records matches only sequences with records, and a chain without records only sequences without
+        records.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
@@ -59,13 +60,13 @@ class SharedPrompts:
         self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Let no further request join this computation of a prompt."""
+        """Prevent further requests from joining this computation of a prompt."""
         key = _key_of(sequence.tokens, sequence.chain)
         if self._sequences.get(key) is sequence:
             del self._sequences[key]
 
     def clear(self) -> None:
-        """Let no further request join any computation."""
+        """Prevent further requests from joining any computation."""
         self._sequences.clear()
 
 
@@ -95,7 +96,7 @@ class SchedulerStats:
 
 
 def order_of(sequence: Sequence) -> tuple[int, int]:
-    """Return the sort key of a sequence. All keys are different."""
+    """Return the sort key of a sequence. Each sequence has a different key."""
     return sequence.order
 
 
@@ -107,9 +108,9 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """The waiting sequences: `ready` ones, sorted, and the ones that are set aside until an awaited block is published.
+    """The waiting sequences: sorted `ready` sequences, and sequences set aside until an awaited block is published.
 
-    Examining a sequence means hashing its prompt. A sequence that is set aside costs nothing.
+    To examine a ready sequence, its prompt is hashed. A sequence that is set aside costs nothing.
     """
 
     def __init__(self) -> None:
@@ -209,11 +210,11 @@ class Running:
         self.lanes.add_blocks(sequence)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """Return a second sequence, for `sample`: the tokens and the KV of `parent`, then its own first `token`.
+        """Return a new sequence for `sample`: the tokens and the KV of `parent`, then the sample's first `token`.
 
         All tokens of the parent must be computed. Full blocks are shared; a partial last block is copied before the
         next step. If there is no room to run, or if the parent has lost its blocks, the new sequence does not run and
-        holds nothing.
+        holds no blocks.
         """
         chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
@@ -232,9 +233,9 @@ class Running:
         return child
 
     def take_block_copies(self) -> list[dict[int, int]]:
-        """Return the block copies to make before the next step computes, for each group destination to source.
+        """Return the block copies to make before the next step computes, each copy once.
 
-        Each copy is returned once.
+        For each group, they map destination to source.
         """
         copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
@@ -280,7 +281,7 @@ class Starter:
     def start(self, sequence: Sequence) -> Outcome:
         """Start a waiting sequence after the longest prefix that it can reuse, if there is room for all its tokens.
 
-        A sequence that waits for a prefix is set aside.
+        A sequence that has to wait for a prefix is set aside.
         """
         cache = self._cache
         if sequence.chain.epoch != cache.identity.epoch:
@@ -321,8 +322,8 @@ class Starter:
     def _recorded(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
         """Return the hits that a sequence can use.
 
-        If it needs the routed experts of its hits, these end before the first hit without them. The rest is computed
-        again.
+        A sequence that needs routed experts can use only the hits before the first hit without recorded experts. It
+        computes the tokens after these hits again.
         """
         if self._routes is None or not sequence.needs_routes:
             return hits
@@ -398,8 +399,8 @@ class Scheduler:
     def schedule(self) -> Chunks:
         """Return the chunks of the next step, with blocks reserved for them.
 
-        They are empty only if nothing is unfinished, or if every sequence waits for tokens, blocks or prefixes from the
-        step in flight.
+        There are no chunks only if no request is unfinished, or if every sequence waits for tokens, blocks or prefixes
+        from the step in flight.
         """
         plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
         running = self.running.in_order()
@@ -425,7 +426,7 @@ class Scheduler:
     def publish(self, chunks: Chunks) -> None:
         """Publish the blocks that `chunks` filled, then release blocks behind a window.
 
-        The tokens of the blocks must be known. Sequences that have lost their blocks since are skipped.
+        The host must know the tokens of the blocks. Sequences that have lost their blocks since are skipped.
         """
         cache, size = self.cache, self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
@@ -457,7 +458,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def recompute_running(self) -> None:
-        """Take all blocks from every running sequence and requeue it. It is computed again when its turn comes."""
+        """Take all blocks from the running sequences and requeue the sequences, to be computed again in their order."""
         self.stats.recomputed += len(self.running)
         for sequence in self.running.sequences.copy():
             self._suspend(sequence)

@@ -1,8 +1,8 @@
-"""Sequences: their tokens, how many of them the KV cache holds, what they are computed for, and their lanes.
+"""Sequences: their tokens, the progress of their computation, their purpose, and their lanes.
 
-Owns the lane of each running sequence in the arrays, and gives sequences their tokens: tokens and counters change
-together. The counters of a running sequence are stored only in its lane (`Counters`), from where every step gathers the
-counters of all sequences at once.
+Owns the lane of each running sequence, and appends tokens to sequences, so that tokens and counters change together.
+The counters of a running sequence are stored only in its lane (`Counters`), from where every step gathers the counters
+of all sequences at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Purpose: TypeAlias = Generation | OpenScore
 class Counters:
     """The counters of running sequences that every step needs: arrays with one element per lane, int64 [capacity].
 
-    `num_tokens`: all tokens so far, prompt and decoded, including an unseen one. `num_computed`: the KV of tokens [0,
+    `num_tokens`: all tokens so far, prompt and decoded, including an unseen token. `num_computed`: the KV of tokens [0,
     num_computed) is in the sequence's blocks, or will be when the steps in flight are done. `last_token`: the last seen
     token. `has_unseen`: whether the step in flight draws another token, which the host has not seen (bool). `slot`,
     `source`, `target`: the slots of the recurrent state (`recurrent`).
@@ -57,14 +57,14 @@ class Sequence:
     `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index). Lower orders are served first, higher orders are preempted first.
-    `tokens`: the seen tokens.
+    `tokens`: the tokens that the host has seen.
     `purpose`: the samples for which tokens are drawn after the last token, or the score that gets the log-probs.
     `claim`: the hash of the awaited block, which another sequence computes; None if the sequence awaits no block.
     `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
     `branch`: the number of tokens found in the cache at admission, if there was no checkpoint of their state; 0
     otherwise, and 0 once the checkpoint exists.
-    `routes`: the experts chosen for its tokens by finished steps; None if not requested. In a sequence that waits after
-    a token was drawn, all tokens but the last have their experts.
+    `routes`: the experts that finished steps chose for its tokens; None if not requested. In a waiting sequence with
+    drawn tokens, the experts of all tokens but the last are recorded.
     `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
     """
 
@@ -83,12 +83,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and decoded; in a running sequence including the unseen token."""
+        """The number of tokens so far, prompt and decoded. In a running sequence, an unseen token counts."""
         return len(self.tokens) if self.counters is None else int(self.counters.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
-        """The number of first tokens with KV that is computed, or will be when the steps in flight are done."""
+        """The number of tokens, from the first one on, with KV that is computed or that steps in flight compute."""
         return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property
@@ -98,21 +98,21 @@ class Sequence:
 
     @property
     def needs_routes(self) -> bool:
-        """Return whether cached blocks are useful to the sequence only with their routed experts.
+        """Return whether the sequence can use cached blocks only together with their routed experts.
 
-        This is so if it records routed experts and no token is drawn yet. Once a token is drawn, all tokens before it
-        have their experts.
+        True if the sequence records routed experts and no token is drawn yet. Once a token is drawn, the experts of all
+        earlier tokens are recorded.
         """
         return self.routes is not None and self.num_decoded == 0
 
     @property
     def num_uncomputed(self) -> int:
-        """The number of tokens with KV that is still to be computed."""
+        """The number of tokens without computed KV."""
         return self.num_tokens - self.num_computed
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence, to be computed in one step. Tokens [0, start) are computed by then."""
+    """Tokens [start, end) of a sequence, to be computed in one step. Tokens [0, start) are computed before."""
 
     sequence: Sequence
     start: int
@@ -145,8 +145,8 @@ class Chunk(NamedTuple):
 class Chunks:
     """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
-    `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each of these
-    lanes by then. `lanes`, `num_left`, `starts`, `ends`: int64 [N].
+    `lanes`: the lanes of the sequences when the step was planned. `num_left`: the number of sequences that had left
+    each of these lanes at that time. `lanes`, `num_left`, `starts`, `ends`: int64 [N].
     """
 
     sequences: AnySequence[Sequence]
@@ -176,8 +176,8 @@ _FEWEST_BLOCKS = 16
 class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    In addition to the counters: `num_blocks`, and `num_left`, the number of sequences that have left the lane, int64
-    [capacity]. `tables`: for each group the block tables, int64
+    In addition to the counters, each lane has: `num_blocks`, the number of blocks of the sequence, and `num_left`, the
+    number of sequences that have left the lane, both int64 [capacity]. `tables`: for each group the block tables, int64
     [capacity, blocks], padded with zeros. `sequences`: the sequence in each lane. `is_decoding`, bool: whether the
     sequence belongs to one sample that has tokens. `samples`, `draws`: that sample and its `DRAW`.
     """
@@ -225,15 +225,15 @@ class Lanes(Counters):
         self.num_blocks[lane] = count
 
     def expect_first(self, sequence: Sequence) -> None:
-        """Count the first token of a sequence with one sample, which is being drawn."""
+        """Count the first drawn token of a sequence with one sample while the token is being drawn."""
         self.num_tokens[sequence.lane] += 1
         self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
 
     def expect(self, decodes: Chunks) -> None:
-        """Count the next token of each decoding sequence, which is being drawn.
+        """Count the next token of each decoding sequence while the token is being drawn.
 
-        A token that is the last by `max_tokens` is not counted.
+        The last token that `max_tokens` allows is not counted.
         """
         lanes = decodes.lanes
         goes_on = self._holds(decodes) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
@@ -242,17 +242,17 @@ class Lanes(Counters):
         self.has_unseen[lanes] = True
 
     def begin(self, sequence: Sequence, sample: OpenSample, token_id: int) -> None:
-        """Assign a sequence, running or waiting, to this sample alone, and give it the sample's first token."""
+        """Assign a running or waiting sequence to this sample alone, and append the sample's first token to it."""
         sequence.purpose = Generation([sample])
         sequence.tokens.append(token_id)
         if sequence.lane >= 0:
             self._see(sequence)
 
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Give decoding sequences their next tokens.
+        """Append the next tokens to decoding sequences.
 
-        `counts`: int64, the number of tokens of each sequence, at least one. `token_ids`: the tokens, sequence after
-        sequence. A sequence that has left its lane since the step was planned gets its tokens, too.
+        `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the tokens of all
+        sequences, concatenated. A sequence that has left its lane since the step was planned gets its tokens, too.
         """
         sequences, lanes, last = decodes.sequences, decodes.lanes, np.array(token_ids)
         if len(token_ids) == len(sequences):
@@ -277,7 +277,7 @@ class Lanes(Counters):
             raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
 
     def _holds(self, chunks: Chunks) -> np.ndarray:
-        """Return which sequences still have the lanes that they had when the step was planned, bool [N]."""
+        """Return which sequences still have the lane that they had when the step was planned, bool [N]."""
         return self.num_left[chunks.lanes] == chunks.num_left
 
     def _see(self, sequence: Sequence) -> None:
@@ -310,9 +310,9 @@ class Takers:
 
     `samples`: the samples that draw. Sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The
     draws of the samples lie one after the other. The first draws belong to `decodes`, the chunks of samples with a
-    sequence of their own. The following samples begin, each with one row; samples of the same prompt are neighbors.
-    `scores`: the places of the scored chunks, with their scores. `prompts`: the place of each prompt after which
-    samples draw, with the range of these samples. `places`, `counts`: int64.
+    sequence of their own. The other samples draw their first token, each from one row; samples of the same prompt are
+    adjacent. `scores`: the places of the scored chunks, with their scores. `prompts`: the place of each prompt after
+    which samples draw, with the range of these samples. `places`, `counts`: int64.
     """
 
     decodes: Chunks
@@ -324,7 +324,7 @@ class Takers:
 
     @property
     def num_decode_draws(self) -> int:
-        """The number of draws that belong to decodes; these are the first draws."""
+        """The number of draws that belong to `decodes`. These are the first draws."""
         return int(self.counts[: len(self.decodes)].sum())
 
 
@@ -356,7 +356,7 @@ def _wider(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def _sample_of(sequence: Sequence) -> OpenSample | None:
-    """Return the one sample of a sequence if it has tokens, otherwise None."""
+    """Return the sample of a sequence that has one sample and decoded tokens, otherwise None."""
     match sequence.purpose:
         case Generation([sample]) if sequence.num_decoded > 0:
             return sample

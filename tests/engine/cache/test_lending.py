@@ -99,7 +99,7 @@ def test_a_killed_lender_leaves_only_the_borrowed_memory() -> None:
 
 def test_memory_that_was_not_lent_is_refused(tmp_path: Path) -> None:
     lender = LendableArena(SIZE)
-    with pytest.raises(PermissionError, match="without seals"):
+    with pytest.raises(PermissionError, match="not sealed"):
         status = os.fstat(lender._file)
         BorrowedArena(LentMemory(os.getpid(), lender._file, status.st_ino, SIZE))
     lent = lent_by(lender, 1)

@@ -66,7 +66,7 @@ def test_tensors_are_aligned_zero_and_apart(make: Callable[[int], Arena], dtype:
         tensor.fill_(i + 1)
     assert all((tensor == i + 1).all() for i, tensor in enumerate(tensors))
     assert arena.num_held == bytes_needed(build, dtype)
-    with pytest.raises(MemoryError, match=f"at most {arena.num_held} bytes"):
+    with pytest.raises(MemoryError, match=f"has only {arena.num_held} bytes"):
         arena.empty(dtype, 1)
 
 

@@ -37,7 +37,7 @@ def test_records_without_an_index_entry_are_found() -> None:
     records, found = RouteRecords(3, 2), entries(2)
     for entry in found:
         records.attach(entry, b"xx")
-    with pytest.raises(RuntimeError, match="routes: 1 of 2 blocks"):
+    with pytest.raises(RuntimeError, match="routes: 1 of 2 entries"):
         records.check_integrity(found[:1])
     records.forget(found[1:])
     records.check_integrity(found[:1])

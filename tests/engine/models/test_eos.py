@@ -101,25 +101,25 @@ def test_a_model_without_an_eos_token_is_warned_of(
 
 
 LEFT_OUT = {
-    "no id": (dict(tokenizer_config=dict(eos_token="<end>"), tokenizer=TOKENIZER), "'<end>'.* found no such token"),
-    "no file": (dict(tokenizer_config=dict(eos_token="<end>")), "'<end>'.* found no such file"),
-    "outside": (dict(tokenizer_config=dict(eos_token="far"), tokenizer=TOKENIZER), r"ids in \[0, 512\), found 600"),
+    "no id": (dict(tokenizer_config=dict(eos_token="<end>"), tokenizer=TOKENIZER), "'<end>' has no id .no such token"),
+    "no file": (dict(tokenizer_config=dict(eos_token="<end>")), "'<end>' has no id .no such file"),
+    "outside": (dict(tokenizer_config=dict(eos_token="far"), tokenizer=TOKENIZER), r"has id 600, outside \[0, 512\)"),
     "negative": (
         dict(tokenizer_config=dict(eos_token="x"), tokenizer=dict(model=dict(vocab=dict(x=-1)))),
-        r"ids in \[0, 512\), found -1",
+        r"has id -1, outside \[0, 512\)",
     ),
     "strange": (
         dict(tokenizer_config=dict(eos_token="x"), tokenizer=dict(added_tokens={"x": 1}, model=["x"])),
-        "found no such token",
+        "has no id .no such token",
     ),
     "strange ids": (
         dict(
             tokenizer_config=dict(eos_token="x"),
             tokenizer=dict(added_tokens=["x", dict(content="x", id=True)], model=dict(vocab=dict(x="1"))),
         ),
-        "found no such token",
+        "has no id .no such token",
     ),
-    "long": (dict(tokenizer_config=dict(eos_token="\x1b" * 10**5), tokenizer=TOKENIZER), "found no such token"),
+    "long": (dict(tokenizer_config=dict(eos_token="\x1b" * 10**5), tokenizer=TOKENIZER), "has no id .no such token"),
 }
 
 
@@ -155,7 +155,7 @@ def test_an_unreadable_tokenizer_file_is_refused(tmp_path: Path, file: str, cont
         os.mkfifo(tmp_path / file)
     else:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(ModelError, match=f"{file}: expected ") as caught:
+    with pytest.raises(ModelError, match=f"{file}: (must|is not valid JSON|the JSON is)") as caught:
         found(tmp_path)
     assert len(str(caught.value)) < 1000
 
@@ -166,7 +166,7 @@ def test_a_tokenizer_out_of_proportion_is_refused(tmp_path: Path, file: str) -> 
         write(tmp_path, dict(tokenizer_config=dict(eos_token="</s>")))
     (tmp_path / file).touch()
     os.truncate(tmp_path / file, 2**26 + 1)
-    with pytest.raises(ModelError, match=f"{file}: expected at most 67108864 bytes, found 67108865"):
+    with pytest.raises(ModelError, match=f"{file}: 67108865 bytes are too many"):
         found(tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_a_turn_ends_where_the_tokenizer_says(tiny_llama: Path, tmp_path: Path) 
 @pytest.mark.parametrize("value", [True, [2, False], 2.0, [[2]], {"a": 2}, list(range(257)), ["x" * 10**5], "</s>"])
 @pytest.mark.parametrize("file", ["config", "generation_config"])
 def test_eos_token_id_is_an_id_or_a_short_list(tmp_path: Path, file: str, value: object) -> None:
-    message = f"{file}.json: eos_token_id: expected a token id or a list of at most 256"
+    message = f"{file}.json: eos_token_id must be a token id or a list of at most 256"
     with pytest.raises(ModelError, match=message) as caught:
         found(tmp_path, **{file: dict(eos_token_id=value)})
     assert len(str(caught.value)) < 1000
@@ -205,6 +205,6 @@ def test_eos_token_id_is_in_the_vocabulary(tiny_llama: Path, tmp_path: Path, fil
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     raw = json.loads((folder / f"{file}.json").read_text())
     write(folder, {file: raw | dict(eos_token_id=value)})
-    with pytest.raises(ModelError, match=rf"{file}.json: eos_token_id: expected ids in \[0, 512\), found ") as caught:
+    with pytest.raises(ModelError, match=rf"{file}.json: eos_token_id must be in \[0, 512\) .got ") as caught:
         load_model(EngineConfig(model=str(folder)))
     assert len(str(caught.value)) < 1000

@@ -66,7 +66,7 @@ def test_pickled_weights_are_named_and_never_opened(folder: Path, shown: str) ->
     for name in BINS[shown]:
         (folder / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(folder)
-    assert f"expected {SINGLE} or {SINGLE}.index.json, found {shown}: pickles, which may run code" in message
+    assert f"has neither {SINGLE} nor {SINGLE}.index.json, but {shown}: pickles, which may run code" in message
     assert CONVERT.format(folder=folder) in message
 
 
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_any_weights_says_so(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / "training_args.bin").touch()
-    assert f"expected {SINGLE} or {SINGLE}.index.json, found neither; save the model there" in refusal(folder)
+    assert f"has neither {SINGLE} nor {SINGLE}.index.json; save the model there" in refusal(folder)
 
 
 def make_adapter(folder: Path, settings: object, weights: str = "adapter_model.safetensors") -> Path:
@@ -103,26 +103,26 @@ def make_adapter(folder: Path, settings: object, weights: str = "adapter_model.s
 def test_an_adapter_is_reported_as_an_adapter(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "run", dict(base_model_name_or_path=BASE, peft_type="LORA"))
     message = refusal(folder)
-    assert f"expected a model with all its weights, found an adapter of the model '{BASE}'" in message
+    assert f"holds no model, but an adapter of the model '{BASE}'" in message
     assert MERGE.format(folder=folder) in message
 
 
 @pytest.mark.parametrize("settings", [{}, dict(base_model_name_or_path=None), dict(base_model_name_or_path=[1])])
 def test_an_adapter_need_not_name_its_model(tmp_path: Path, settings: dict[str, object]) -> None:
-    assert "found an adapter of a model that it does not name" in refusal(make_adapter(tmp_path / "run", settings))
+    assert "but an adapter of a model that it does not name" in refusal(make_adapter(tmp_path / "run", settings))
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
 def test_adapter_weights_alone_are_reported_as_an_adapter(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
-    assert "found an adapter of a model that it does not name" in refusal(tmp_path)
+    assert "but an adapter of a model that it does not name" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
 def test_an_adapter_beside_a_model_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text(json.dumps(dict(base_model_name_or_path=BASE)))
     message = refusal(folder)
-    assert "expected a model or an adapter, found a model and an adapter of " in message
+    assert "holds a model and an adapter of " in message
     assert MERGE.format(folder=folder) in message
     assert "if the adapter is merged into these weights already, or is not wanted, move adapter_* elsewhere" in message
     (folder / name).unlink()
@@ -133,7 +133,7 @@ def test_an_adapter_beside_a_model_is_refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 10**5)])
 def test_unreadable_adapter_settings_are_refused(folder: Path, make: Callable[[Path], object]) -> None:
     make(folder / "adapter_config.json")
-    assert "adapter_config.json: expected " in refusal(folder)
+    assert re.search("adapter_config.json: (must be a regular file|the JSON is nested)", refusal(folder))
 
 
 def test_a_long_name_of_an_adapters_model_is_cut(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_a_trainers_folder_lists_its_checkpoints(folder: Path, has_config: bool)
         (folder / name).mkdir()
     (folder / "checkpoint-30").touch()
     message = refusal(folder)
-    assert f"expected {SINGLE} or {SINGLE}.index.json, found neither, but checkpoints of a trainer: " in message
+    assert f"has neither {SINGLE} nor {SINGLE}.index.json, but checkpoints of a trainer: " in message
     assert "checkpoint-9, checkpoint-20, checkpoint-100; " in message
-    assert message.endswith(f"give one of them, such as {folder / 'checkpoint-100'}")
+    assert message.endswith(f"serve one of them, such as {folder / 'checkpoint-100'}")
 
 
 def test_only_the_last_of_many_checkpoints_are_listed(folder: Path) -> None:

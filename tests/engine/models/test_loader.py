@@ -125,7 +125,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
     file = _save_shards(tmp_path, *_split(_tensors()))[1]
     file.write_bytes(file.read_bytes()[:num_bytes])
     destinations = _destinations()
-    with pytest.raises(ModelError, match=f"{file.name}: expected a complete safetensors file.* again"):
+    with pytest.raises(ModelError, match=f"{file.name}: is not a complete safetensors file.* again"):
         load_checkpoint(tmp_path, destinations, ignored=())
     _assert_untouched(destinations)
 
@@ -150,7 +150,7 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
 def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError, match=r"config\.json: (expected|cannot be read)"):
+    with pytest.raises(ModelError, match=r"config\.json: (cannot be read|is not valid JSON|must hold a JSON object)"):
         read_config(tmp_path)
 
 
@@ -165,14 +165,14 @@ NAMES = ["./gone", "../gone", "/gone/model", "~/gone", "~nobody_of_this_name/gon
 @pytest.mark.parametrize("name", [*NAMES, "", "x" * 5000, "nul\0", "/dev/null/gone"])
 def test_a_missing_path_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(ModelError, match="expected a model folder .* found nothing there; check the path") as caught:
+    with pytest.raises(ModelError, match="but there is no such folder; check the path") as caught:
         resolve_model(name)
     hint = "a model of the Hugging Face hub is written hf://org/name"
     assert str(caught.value).endswith(hint) == (name == "org/name")
 
 
 def test_a_file_is_not_a_model_folder(tiny_llama: Path) -> None:
-    with pytest.raises(ModelError, match="found a file; check the path$"):
+    with pytest.raises(ModelError, match="but this is a file; check the path$"):
         resolve_model(str(tiny_llama / "config.json"))
 
 

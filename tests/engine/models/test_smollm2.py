@@ -78,7 +78,7 @@ def test_missing_packages_are_named_with_the_two_commands(tmp_path: Path, monkey
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(ModelError, match="set TRUEROLL_CACHE to a folder"):
+    with pytest.raises(ModelError, match="set TRUEROLL_CACHE to a writable folder"):
         smollm2_folder()
 
 
@@ -129,7 +129,7 @@ def test_a_cache_that_others_can_write_is_refused(cache: Path, part: str, mode: 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     give_away(cache / part, monkeypatch)
-    with pytest.raises(ModelError, match="belong to user .*, found owner .*; .* set TRUEROLL_CACHE to a folder"):
+    with pytest.raises(ModelError, match="belong to user .* .got owner .*; .* set TRUEROLL_CACHE to a folder"):
         smollm2_folder()
 
 
@@ -143,7 +143,7 @@ def test_a_link_of_another_user_is_refused(
     path.symlink_to(tmp_path / "mine")
     assert smollm2_folder().is_dir()
     give_away(path, monkeypatch)
-    with pytest.raises(ModelError, match=f"found owner {NOBODY} and mode lrwx"):
+    with pytest.raises(ModelError, match=f"got owner {NOBODY} and mode lrwx"):
         smollm2_folder()
 
 

@@ -307,7 +307,7 @@ def test_an_engine_without_room_to_try_its_tokenizer_does_not_start(
     load_vocabulary.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(trials.os, "fork", fail(BlockingIOError("no room")))
-        with pytest.raises(UnavailableError, match="processes: cannot start another one: no room"):
+        with pytest.raises(UnavailableError, match="cannot start another process: no room"):
             make_engine(own_llama)
     run(make_engine(own_llama), [generate("r", tokens(20), stop=["z"])])
 

@@ -449,7 +449,7 @@ def test_in_place_needs_every_parameter(tiny_model: Path, newer: Path, backend: 
     last = after.pop("model.norm.weight")
     staging = stage(engine, after, in_place=True)
     for _ in range(2):
-        with pytest.raises(ValueError, match="model.norm.weight is missing; .* stage every parameter"):
+        with pytest.raises(ValueError, match="model.norm.weight is missing, .* stage every parameter"):
             engine.commit_weights(staging, 1, "recompute")
         with pytest.raises(RuntimeError, match="no complete weights"):
             engine.step()

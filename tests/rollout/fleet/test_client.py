@@ -287,7 +287,7 @@ def test_an_abort_ends_the_named_samples(running: Running, client: FleetClient) 
     for index in (1, 3):
         with pytest.raises(UnknownRequestError, match=f"anything unfinished of sample {index} of request 'a'"):
             client.abort("a", index)
-    with pytest.raises(InvalidRequestError, match="index: .* found -1"):
+    with pytest.raises(InvalidRequestError, match="index: .*got -1"):
         client.abort("a", -1)
     assert client.abort("a") == 2 and client.abort_all() == 3
     thread.join()

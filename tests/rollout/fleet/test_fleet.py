@@ -441,9 +441,9 @@ def test_settings_that_cannot_work_are_reported_at_once(cluster: Path, tiny_llam
         Fleet(str(tmp_path / "nowhere"), 1, **SETTINGS)
     with pytest.raises(ConfigError, match="block_size"):
         Fleet(str(tiny_llama), 1, block_size=3, **SETTINGS)
-    with pytest.raises(ConfigError, match="num_workers: .* 1, found 0"):
+    with pytest.raises(ConfigError, match="num_workers: .* 1 .got 0"):
         Fleet(str(tiny_llama), 0, **SETTINGS)
-    with pytest.raises(ConfigError, match="hang_seconds: .* 0, found -1"):
+    with pytest.raises(ConfigError, match="hang_seconds: .* 0 .got -1"):
         Fleet(str(tiny_llama), 1, hang_seconds=-1.0, **SETTINGS)
     with pytest.raises(ConfigError, match="cpu: unknown"):
         Fleet(str(tiny_llama), 1, cpu=1.0, **SETTINGS)

@@ -202,7 +202,7 @@ def test_unsupported_fields_must_be_off(plain: Front, path: str) -> None:
 
 def test_the_openai_package_raises_its_own_errors(plain: Front) -> None:
     client = plain.openai()
-    with pytest.raises(openai.BadRequestError, match="top_p: input should be greater than 0") as caught:
+    with pytest.raises(openai.BadRequestError, match="top_p: must be greater than 0") as caught:
         client.completions.create(model="fake", prompt="x", top_p=0)
     assert (caught.value.param, caught.value.code) == ("top_p", "invalid_request")
     with pytest.raises(openai.NotFoundError, match="the served model is 'fake'"):

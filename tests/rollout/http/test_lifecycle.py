@@ -372,7 +372,7 @@ def test_texts_get_503_while_no_process_can_be_forked(fronted: Front, monkeypatc
         response = fronted.post("/v1/completions", body)
         assert response.status_code == 503 and response.headers["Retry-After"] == "1"
         error = error_of(response)
-        assert error["code"] == "unavailable" and "cannot start another one" in error["message"]
+        assert error["code"] == "unavailable" and "cannot start another process" in error["message"]
     assert fronted.post("/v1/completions", body).status_code == 200
 
 
@@ -475,7 +475,7 @@ def test_the_next_front_end_serves_after_one_that_was_killed(running: WorkerOnTh
         (("ipc:///nowhere", "--host", "0.0.0.0"), "trueroll: host: '0.0.0.0' is not a loopback IP"),
         (("tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at tcp://127.0.0.1:5 may run on another"),
         (("ipc:///nowhere,tcp://127.0.0.1:5",), "trueroll: tokenizer: the worker at "),
-        (("ipc:///nowhere", "--port", "70000"), "trueroll: port: input should be less than or equal to 65535"),
+        (("ipc:///nowhere", "--port", "70000"), "trueroll: port: must be at most 65535"),
     ],
 )
 def test_a_wrong_setting_of_the_command_is_one_clear_line(arguments: tuple[str, ...], said: str) -> None:

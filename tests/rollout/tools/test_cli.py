@@ -110,7 +110,7 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
     assert result.returncode == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: expected a model folder")
+    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: a model is a folder")
 
 
 def test_http_offers_every_setting_with_its_default() -> None:
@@ -129,7 +129,7 @@ def test_http_without_its_packages_says_what_to_install(monkeypatch: pytest.Monk
 def test_a_wrong_setting_is_one_clear_line() -> None:
     result = trueroll("serve", "smollm2", "--block-size", "0")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == ["trueroll: block_size: input should be greater than or equal to 2, found 0"]
+    assert result.stderr.splitlines() == ["trueroll: block_size: must be at least 2 (got 0)"]
 
 
 def test_an_output_path_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_shorter_and_longer_intervals_are_listed_beside_the_planned_one(given: l
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="ranks must divide the 2 heads of keys .*got 3"):
+    with pytest.raises(ConfigError, match="ranks must divide the number of key heads of every layer, 2 .*got 3"):
         arguments = ["plan", str(hybrid_models["qwen3_5"]), "--ranks", "3"]
         CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
 

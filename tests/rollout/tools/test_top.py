@@ -199,8 +199,8 @@ def test_markup_in_names_is_shown_literally() -> None:
     [
         ({"service": {"failed": 1}}, "finished: field required"),
         ({"counters": {"preemptions": 1}}, "computed_tokens: field required"),
-        ({"counters": {**ENGINE, "prefix_hits": "many"}}, "prefix_hits: input should be a valid integer, found 'many'"),
-        ({"counters": {**ENGINE, "samples_finished": 7}}, "samples_finished: input should be a valid dictionary"),
+        ({"counters": {**ENGINE, "prefix_hits": "many"}}, "prefix_hits: must be a valid integer"),
+        ({"counters": {**ENGINE, "samples_finished": 7}}, "samples_finished: must be a valid dictionary"),
         ({"engine": {"model": "m"}}, "backend: field required"),
     ],
 )

@@ -299,5 +299,5 @@ def test_values_in_errors_are_shortened() -> None:
         deep = (deep,)
     for value in (10**5000, deep, b"x" * 10**6, "x" * 10**6, {i: i for i in range(10**5)}):
         assert 1 <= len(brief(value)) <= 80
-        with pytest.raises(InvalidRequestError, match="top_p: .*found"):
+        with pytest.raises(InvalidRequestError, match="top_p: must be .*got"):
             SamplingParams(top_p=value)  # type: ignore[arg-type]
