@@ -70,7 +70,7 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the adapters' description for workers that want these parameters.
 
-        Consumes the base weights from `tensors`, and leaves the tensors to send in it. Raise PushError for names that
+        Consumes the base weights from `tensors`, and leaves it at the tensors to send. Raise PushError for names that
         the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:

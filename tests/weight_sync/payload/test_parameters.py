@@ -57,6 +57,6 @@ def test_parts_are_rows_of_their_stacks() -> None:
         "norm",
     ):
         assert spellings.part(other) is None
-    assert "but l.0.e.1.a is known; push what is inside the wrapper that adds 'module.'" in describe_unknown(
+    assert "but l.0.e.1.a is known; push the module inside the wrapper ('module.')" in describe_unknown(
         "module.l.0.e.1.a", WANTED
     )
