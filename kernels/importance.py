@@ -160,7 +160,7 @@ def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: L
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):
-        raise AlignmentError(f"level: expected token, sequence or geometric, found {brief(level)}; pass one of these")
+        raise AlignmentError(f"level must be token, sequence or geometric (got {brief(level)})")
     parts = own.split(_counts(mask, lengths))
     return torch.cat([(part.sum() if level == "sequence" else part.mean()).expand(len(part)) for part in parts])
 
@@ -172,8 +172,8 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
     if mask.dim() != 1 or lengths is None or min(lengths, default=0) < 0 or sum(lengths) != len(mask):
         found = "none" if lengths is None else f"{list(lengths)[:8]} with sum {sum(lengths)}"
         raise AlignmentError(
-            f"lengths: expected none for [B, T], and for [M] one for each sequence with M in sum, found {found} for "
-            f"{list(mask.shape)}; pass the length of each packed sequence"
+            f"lengths must be None for [B, T], and for [M] must sum to M (got {found} for {list(mask.shape)}); pass "
+            "the length of each packed sequence"
         )
     return [int(part.sum()) for part in mask.cpu().split(list(lengths))]
 
@@ -195,7 +195,7 @@ def _check_bounds(low: float, high: float) -> None:
 def _check_bound(name: str, bound: float, least: float, most: float) -> None:
     if not least <= bound <= most:
         raise AlignmentError(
-            f"{name}: expected a number from {least:.4g} to {most:.4g}, found {bound}; a ratio of 1 must stay unchanged"
+            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); a ratio of 1 must stay unchanged"
         )
 
 
@@ -203,8 +203,8 @@ def _check_shapes(log_probs: Tensor, sampled: Tensor, mask: Tensor) -> None:
     for name, tensor in (("sampled", sampled), ("mask", mask)):
         if tensor.shape != log_probs.shape:
             raise AlignmentError(
-                f"{name}: expected {list(log_probs.shape)} like log_probs, found {list(tensor.shape)}; pass one entry "
-                "per token"
+                f"{name} must have shape {list(log_probs.shape)} like log_probs (got {list(tensor.shape)}); pass one "
+                "entry per token"
             )
     if not mask.any():
         raise AlignmentError("mask selects no token; skip such batches")

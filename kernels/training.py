@@ -137,9 +137,7 @@ def unalign(model: Any) -> None:
     # Not `_parts` alone: an adapter added after `align` now surrounds a former part.
     aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
     if not aligned:
-        raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; unalign does not apply to it"
-        )
+        raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
     for module in aligned:
         del module._aligned
         if plain_class(type(module)) is type(module):  # otherwise fully_shard put another class before ours
@@ -173,7 +171,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """
     adapted = adapted_inside(model)
     if adapted is None:
-        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; use its weights unchanged")
+        raise AlignmentError(f"model must be a PEFT model (got {type(model).__name__}); use its weights unchanged")
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
     own = _own_dtypes(unwrapped(adapted), dtype)
@@ -250,7 +248,7 @@ def token_statistics(
     vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
         raise AlignmentError(
-            f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; the vocabulary has no more tokens"
+            f"top_logprobs must be from 0 to {vocab_size}, the size of the vocabulary (got {top_logprobs})"
         )
     batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
@@ -274,7 +272,7 @@ def token_experts(
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
-        raise AlignmentError(f"model: expected one with experts, found a {type(model).__name__} without experts")
+        raise AlignmentError(f"model must have experts (got {type(model).__name__}, which has none)")
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
     record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
     with torch.no_grad():
@@ -307,7 +305,7 @@ def _ask_of_tokens(
     """
     spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
-        raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; pass that of the samples")
+        raise AlignmentError(f"temperature must be at least 0 (got {temperature}); pass the temperature of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
@@ -337,8 +335,8 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            f"model: expected a wrapper that passes `question` on to the model and returns its answer, found "
-            f"{type(found).__name__} returned; pass the model itself"
+            "model: its wrapper must pass `question` on to the model and return the answer (got a "
+            f"{type(found).__name__}); pass the model itself"
         )
     return found.real if found.is_complex() else found
 
@@ -462,7 +460,7 @@ def _as_computed(
         check_gathered(name, tensor)
     if own is None and _forward_dtype(weight) != x.dtype:
         raise AlignmentError(
-            f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; use one "
+            f"{name} must be {x.dtype} like the hidden states (got {_forward_dtype(weight)}); use one "
             "MixedPrecisionPolicy for all modules, with output_dtype unset or equal to param_dtype"
         )
     return with_adapter(ops, weight.to(own or x.dtype), adapter)
@@ -490,12 +488,12 @@ def _parameter(
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; correct one of them"
+            f"{name} must have shape {list(stored)} by the model's config (got {size}); correct one of them"
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
-            f"{name}: expected {held.dtype}, in which a worker holds it, found {found.dtype}; convert it, and exclude "
-            "it from any MixedPrecisionPolicy"
+            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}); convert it, and exclude it from any "
+            "MixedPrecisionPolicy"
         )
     return found
 
@@ -594,8 +592,8 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
     found = plain_class(type(module))
     if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
         raise AlignmentError(
-            f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {found.__name__}; "
-            "merge adapters into the weights"
+            f"{name} must be nn.Linear or a class of {type(neighbour).__module__} (got {found.__name__}); merge "
+            "adapters into the weights"
         )
 
 
@@ -603,9 +601,7 @@ def _check_aligned(model: Any) -> Any:
     """Return the model inside its wrappers. Raise AlignmentError unless it is aligned."""
     model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
-        raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first"
-        )
+        raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); call align(model) first")
     return model
 
 
@@ -621,18 +617,18 @@ def _check_model(model: Any) -> DecoderSpec:
         check_modules(model)
     if any("forward" in vars(module) for module, *_ in _parts(model)):
         raise AlignmentError(
-            "model: expected modules with the forward pass of their class, found a replaced one; call align before "
-            "accelerator.prepare, or before any other code that replaces it"
+            "model: the forward pass of a module was replaced; call align before accelerator.prepare, and before any "
+            "other code that replaces it"
         )
     head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
     _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
-            f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
-            f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias; use another model"
+            f"lm_head must have shape {list(embedding.shape)} like the embedding and no bias (got "
+            f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias); use another model"
         )
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
-        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; set it to 0.0, or do not align")
+        raise AlignmentError(f"attention_dropout must be 0.0 (got {dropout!r}); set it to 0.0, or do not align")
     _check_parameters(spec, model)
     return spec
 
@@ -655,4 +651,4 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     dtypes = {parameter.dtype for name, parameter in others if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
-        raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
+        raise AlignmentError(f"parameters must all be in one of {_DTYPES} (got {names}); call model.to(dtype)")

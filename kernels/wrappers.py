@@ -29,7 +29,7 @@ def unwrapped(model: Any) -> Any:
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
         raise AlignmentError(
-            f"model: expected no wrapper, sharding in place or one of {', '.join(_SERVED)}, found a {name}; "
+            f"model: the wrapper {name} is not supported (only sharding in place and {', '.join(_SERVED)} are); "
             f"{_REFUSED[name]}"
         )
     return model
@@ -69,10 +69,10 @@ def reshard(model: Any) -> None:
 def check_gathered(name: str, weight: Any) -> None:
     """Raise AlignmentError for a parameter that is still sharded when the module that reads it computes."""
     if hasattr(weight, "ds_id"):
-        raise AlignmentError(f"{name}: expected a whole tensor, found a part of ZeRO-3; {_FULLY_SHARD}")
+        raise AlignmentError(f"{name}: the tensor is sharded by ZeRO-3, which is not supported; {_FULLY_SHARD}")
     if hasattr(weight, "full_tensor"):  # a DTensor; torch's module for DTensors need not be loaded
         raise AlignmentError(
-            f"{name}: expected a whole tensor in the forward pass, found a DTensor with placements "
-            f"{list(weight.placements)}; call fully_shard on whole layers and on the model, not on modules inside a "
+            f"{name}: the tensor is still a DTensor in the forward pass (placements {list(weight.placements)}); call "
+            "fully_shard on whole layers and on the model, not on modules inside a "
             "layer, and do not use tensor parallelism"
         )

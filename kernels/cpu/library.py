@@ -78,7 +78,7 @@ class Library:
         """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ConfigError(f"{ISA_VARIABLE}: expected one that this machine has ({available}), found {name!r}")
+            raise ConfigError(f"{ISA_VARIABLE} must be one that this machine has, {available} (got {name!r})")
 
     if TYPE_CHECKING:
 

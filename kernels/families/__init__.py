@@ -38,5 +38,5 @@ def describe(raw: dict[str, Any]) -> DecoderSpec:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in families():
         supported = ", ".join(sorted(families()))
-        raise ModelError(f"expected an architecture of {supported}, found {brief(name)}; serve another model")
+        raise ModelError(f"architecture must be one of {supported} (got {brief(name)}); serve another model")
     return families()[name](raw, name)

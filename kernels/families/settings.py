@@ -62,19 +62,19 @@ _ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
 def _size(name: str, **options: Any) -> Any:
     def check(size: int | None) -> None:
         if size is not None and not 1 <= size <= _MOST[name]:
-            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {brief(size)}")
+            raise ValueError(f"must be at least 1 and at most {_MOST[name]} (got {brief(size)})")
 
     return validated_field(check, **options)
 
 
 def _check_eps(eps: float) -> None:
     if not 0.0 <= eps < float("inf"):
-        raise ValueError(f"expected a finite number of at least 0, found {eps}")
+        raise ValueError(f"must be a finite number of at least 0 (got {eps})")
 
 
 def _check_scalar(scalar: float | None) -> None:
     if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
-        raise ValueError(f"expected at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR}, found {brief(scalar)}")
+        raise ValueError(f"must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})")
 
 
 @strict
@@ -140,8 +140,8 @@ class Settings(PreTrainedConfig):
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
-                f"expected {self.num_hidden_layers} layer_types of {FULL} or {other} in config.json, found "
-                f"{brief(types)}; serve another model"
+                f"config.json must have {self.num_hidden_layers} layer_types of {FULL} or {other} (got "
+                f"{brief(types)}); serve another model"
             )
         return types
 
@@ -149,7 +149,7 @@ class Settings(PreTrainedConfig):
         """Return `window` or None for each layer, from `types`. Raise ModelError too if a needed window is missing."""
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
-            raise ModelError("expected a sliding_window in config.json, found none; correct the file")
+            raise ModelError("sliding_window is missing in config.json; correct the file")
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
@@ -173,8 +173,8 @@ class Settings(PreTrainedConfig):
         """
         if not self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS:
             raise ModelError(
-                f"expected num_experts from num_experts_per_tok = {self.num_experts_per_tok} to {MOST_EXPERTS} in "
-                f"config.json, found {brief(self.num_experts)}; serve another model"
+                f"num_experts in config.json must be from num_experts_per_tok = {self.num_experts_per_tok} to "
+                f"{MOST_EXPERTS} (got {brief(self.num_experts)}); serve another model"
             )
         return ExpertsSpec(self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size, **others)
 
@@ -204,8 +204,8 @@ class Settings(PreTrainedConfig):
         kind = parameters.get("rope_type")
         if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
-                f"expected a rope_type of {', '.join(SUPPORTED_ROPE)} in config.json, one for each type of layer, "
-                f"found {brief([*parameters.items()])}; serve another model"
+                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)}, one for each type of layer (got "
+                f"{brief([*parameters.items()])}); serve another model"
             )
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)
@@ -215,7 +215,7 @@ class Settings(PreTrainedConfig):
             raise _broken(error) from error
         if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
             raise ModelError(
-                f"expected rope parameters that rotate, found {brief([*parameters.items()])}; correct config.json"
+                f"rope parameters in config.json do not rotate (got {brief([*parameters.items()])}); correct the file"
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale)
 
@@ -255,7 +255,7 @@ def read_settings(
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
-        raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
+        raise ModelError(f"per_layer_config in config.json is not supported (got {found}); serve another model")
     try:
         # A copy, since `fill` changes it.
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
@@ -269,8 +269,8 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
     if method is not None and method not in served:
         wanted = " or ".join(["none", *served])
         raise ModelError(
-            f"expected a quant_method of {wanted} in quantization_config of config.json, found {brief(method)}; serve "
-            "a checkpoint in bfloat16"
+            f"quant_method in quantization_config of config.json must be {wanted} (got {brief(method)}); serve a "
+            "checkpoint in bfloat16"
         )
 
 
@@ -300,7 +300,7 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
 
 def _broken(error: Exception) -> ModelError:
     cause = said(f"{type(error).__name__}: {error}")
-    return ModelError(f"expected a model's settings in config.json, found a fault: {cause}; correct the file")
+    return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
 
 
 def expect(settings: Any, **others: Any) -> None:
@@ -327,7 +327,7 @@ def expect(settings: Any, **others: Any) -> None:
     }
     for name, (found, wanted) in faults.items():
         if found != wanted:
-            raise ModelError(f"expected {name} = {wanted!r} in config.json, found {brief(found)}; serve another model")
+            raise ModelError(f"{name} in config.json must be {wanted!r} (got {brief(found)}); serve another model")
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:

@@ -125,8 +125,8 @@ def _check_places(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
             raise ValueError(
-                f"launch: expected contiguous tensors at multiples of {ALIGNMENT} bytes, found one with strides "
-                f"{tensor.stride()} at {tensor.data_ptr():#x}; pass it through `aligned`"
+                f"launch: tensors must be contiguous and begin at multiples of {ALIGNMENT} bytes (got strides "
+                f"{tensor.stride()} at {tensor.data_ptr():#x}); pass them through `aligned`"
             )
 
 
@@ -177,8 +177,8 @@ def describe_fault(error: OSError) -> str:
     """Return what to do about an error while kernels are compiled: of Triton's cache, or of a program that compiles."""
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
-        return f"TRITON_CACHE_DIR: expected a writable folder for compiled kernels, found: {error}; name another folder"
-    return f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or set CC to one"
+        return f"TRITON_CACHE_DIR: cannot use this folder for compiled kernels: {error}; name another folder"
+    return f"triton: cannot run the programs that compile kernels: {error}; install a C compiler, or set CC to one"
 
 
 class _Compilers(ThreadPoolExecutor):

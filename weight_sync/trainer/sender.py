@@ -468,7 +468,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """Map the position of each worker that borrows memory to the position of its lender: the first worker of its kin."""
+    """Map the position of each worker that borrows memory to that of its lender: the first worker of its kin."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))

@@ -96,7 +96,7 @@ class TrainerTensors:
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. Return an invalid item unchanged, and None if nothing is left."""
+        """Return the next tensor without consuming it. Return an invalid item unchanged; None if none is left."""
         try:
             item = self._next()
         except StopIteration:

@@ -167,7 +167,7 @@ struct Buffer {
             bytes = 0;
             data = std::aligned_alloc(64, (wanted + 63) / 64 * 64);
             if (data == nullptr) {
-                std::fprintf(stderr, "trueroll: expected %zu bytes of scratch memory, found none left\n", wanted);
+                std::fprintf(stderr, "trueroll: cannot allocate %zu bytes of scratch memory\n", wanted);
                 std::abort();
             }
             bytes = wanted;

@@ -161,11 +161,11 @@ def test_an_aligned_model_computes_with_the_held_dtype(fine: Path) -> None:
 
 def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> None:
     name = NORMS[0].replace(".", r"\.")
-    with pytest.raises(AlignmentError, match=f"{name}: expected torch.float32, in which a worker .* torch.bfloat16"):
+    with pytest.raises(AlignmentError, match=f"{name} must be torch.float32, as in a worker .got torch.bfloat16"):
         align(fine_model(fine).bfloat16())
     model = fine_model(fine)
     model.model.layers[0].input_layernorm.float()
-    with pytest.raises(AlignmentError, match=r"expected all in one of .*, found torch.bfloat16 and torch.float32"):
+    with pytest.raises(AlignmentError, match="must all be in one of .* .got torch.bfloat16 and torch.float32"):
         align(model)
 
 

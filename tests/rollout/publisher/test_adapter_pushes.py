@@ -254,7 +254,10 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
     [
         (dict(weights=[["nowhere.weight", 4, 1.0]]), "nowhere.weight: unknown to the worker's model"),
         (dict(weights=[["model.norm.weight", 4, 1.0]]), r"only a matrix can have an adapter \(shape \[64\]\)"),
-        (dict(weights=[[NAME, 2**16 - 1, 1.0]]), "A and B have .* elements .limit .*, 4 times the elements of all weights"),
+        (
+            dict(weights=[[NAME, 2**16 - 1, 1.0]]),
+            "A and B have .* elements .limit .*, 4 times the elements of all weights",
+        ),
         (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter but no base"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
