@@ -1,8 +1,8 @@
-"""Models of PEFT: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
+"""PEFT models: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
 
-A PEFT model computes with two kinds of changed weights. A weight with an adapter becomes `Backend.merge` of the weight,
-A and B, all three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active
-copy. This module recognizes PEFT's classes by module and name, and does not import PEFT.
+A PEFT model changes weights in two ways. A weight with an adapter becomes `Backend.merge` of the weight, A and B, all
+three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active copy. This module
+recognizes PEFT's classes by module and name, and does not import PEFT.
 """
 
 from __future__ import annotations
@@ -243,6 +243,6 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """Return the module and the name of a module's class. An aligned class has those of the class it was made from."""
+    """Return the module and the name of a module's class. For an aligned class, those of the class it was made from."""
     found = plain_class(type(module))
     return found.__module__, found.__name__

@@ -1,6 +1,6 @@
-"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers that are not aligned.
+"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
 
-In such a trainer, a single different choice of a router changes a log-prob by more than all rounding does. Replaying
+In such a trainer, a single different choice of a router changes a log-prob more than all rounding together. Replaying
 the rollout's choices (Ma et al. 2025) leaves only the rounding. An aligned model takes the choices in
 `training.token_log_probs`.
 """
@@ -39,7 +39,7 @@ def replayed(
     until the backward pass is done.
 
     Raise AlignmentError for a model that is aligned or of no family, for `routed_experts` that do not fit the model,
-    and in a forward pass with another number of tokens.
+    and in a forward pass with a different number of tokens.
     """
     spec = describe_plain(model)
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)

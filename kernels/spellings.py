@@ -67,7 +67,7 @@ class Spellings:
 
     @property
     def most(self) -> int:
-        """The number of tensors if every stack that may come in parts does."""
+        """The number of tensors if every stack comes in parts that may do so."""
         return sum(self.count(name) or 1 for name in self._shapes)
 
     def all_shapes(self) -> dict[str, Shape]:

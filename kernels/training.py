@@ -1,19 +1,19 @@
-"""The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
+"""The trainer's side: transformers models that compute with the ops of a rollout, and their log-probs of given tokens.
 
-`align` replaces the forward passes of a model of any of the `families`: those of the model itself, its decoder,
-embedding, layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original
-forward passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV
-cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called, the model
-through its wrapper, and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for
-example to gather weights or to reduce gradients. The modules inside a layer are read, not called.
+`align` replaces forward passes in a model of one of the `families`: of the model itself, its decoder, embedding,
+layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original forward
+passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV cache. A
+layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called (the model through its
+wrapper), and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for example to
+gather weights or to reduce gradients. The modules inside a layer are read, not called.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
 worker's log-probs, and `token_statistics` those of its `top_logprobs`, for any micro-batch, padding or packing.
 Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast compute
-the same as a bfloat16 worker that was given these parameters. `aligned_with` says what a model computes with. If the
-fastest backend cannot serve the model, the backend in its place is logged on first use. The experts of a mixture are
-those of the worker: the model finds them itself, or is given them. `replayed` gives them to a model that is not
-aligned.
+the same as a bfloat16 worker that was given these parameters. `aligned_with` returns the backend, instruction set and
+dtype of a model. If the fastest backend cannot serve the model, the backend in its place is logged on first use. A
+mixture uses the same experts as the worker: the model chooses them itself, or the caller passes them. `replayed` passes
+them to a model that is not aligned.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
-"""question(ops, hidden, weight): return the head's answer in place of logits, from hidden states [M, H] and its weight
-[V, H]. The float32 tensors of an answer are sealed (`_sealed`).
+"""question(ops, hidden, weight): return what the head returns instead of logits, from hidden states [M, H] and the
+head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 """
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module knows besides its own parameters. `index`: the number of a layer, or -1."""
+    """What an aligned module holds besides its own parameters. `index`: the number of a layer, or -1."""
 
     backend: str
     spec: DecoderSpec
@@ -85,7 +85,7 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """What a layer computes with, besides hidden states [M, H] and its parameters.
+    """The inputs of a layer besides hidden states [M, H].
 
     `route` and `record`: int32 [M, top_k] or None. This is neither a dataclass nor a tuple: inside those, a wrapper
     rounds floats, such as rotations, to the dtype of its policy.
@@ -116,14 +116,14 @@ def align(model: Any, backend: str = "auto") -> None:
     returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
     DistributedDataParallel may wrap the model before or after; accelerate may only wrap it after.
 
-    Raise AlignmentError for a model that is already aligned, for a model that the ops do not compute, and if its
+    Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and if its
     forward pass has an unknown argument, which a later release of transformers may add. Raise ConfigError for a backend
     that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does not
-    serve.
+    support.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
-    # Under autocast, float32 parameters compute in 16 bits. Only the forward pass knows its dtype, and selects again.
+    # Under autocast, float32 parameters are used in 16 bits. The forward pass knows the dtype, and selects again.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
     for module, forward, index in _parts(model):
@@ -134,7 +134,7 @@ def align(model: Any, backend: str = "auto") -> None:
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if no part of the model is aligned."""
     model = unwrapped(model)
-    # Not `_parts` alone: an adapter added after `align` now surrounds a former part.
+    # `_parts` alone would miss a part that an adapter, added after `align`, now surrounds.
     aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
     if not aligned:
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
@@ -145,11 +145,11 @@ def unalign(model: Any) -> None:
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """Return what an aligned model computes with, given its wrapper and the autocast around this call.
+    """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
 
-    The model's log-probs are a worker's only if `aligned_with(model)._asdict().items() <=
-    client.health().engine.items()`. This makes a forward pass of one token, which must run on every rank if weights are
-    sharded. Raise AlignmentError for a model that is not aligned.
+    The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
+    client.health().engine.items()`. This runs a forward pass of one token, on every rank if weights are sharded. Raise
+    AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
@@ -163,7 +163,7 @@ def aligned_with(model: Any) -> Arithmetic:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that a worker of `dtype` serves after it is given the adapters of a PEFT model.
+    """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
     Each tensor comes under its name without PEFT, in `dtype` or in the dtype its family holds it in. Adapters are
     merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a model without
@@ -179,7 +179,10 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return by name the dtypes of weights that a worker of `dtype` holds in another one; {} for an unserved model."""
+    """Return, by name, the dtypes other than `dtype` that a worker of `dtype` holds weights in; {} if it has none.
+
+    Return {} too for a model that no worker serves.
+    """
     try:
         spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
     except AlignmentError:
@@ -211,8 +214,8 @@ def token_log_probs(
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts that each token
     goes to, in any order; gradients flow through their gates. The experts of a worker with the same arithmetic need not
-    be given: the model finds them itself. Entries for padding and for the last token of each sequence are not read: a
-    sample's record has no row for its last token.
+    be passed: the model chooses them itself. Entries for padding and for the last token of each sequence are not read:
+    a sample's record has no row for its last token.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
@@ -451,7 +454,7 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 def _as_computed(
     name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor that a module computes with as its parameter `leaf`, with its adapter merged.
+    """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
 
     The tensor is in its `own` dtype if it has one, else in the dtype of hidden states x.
     """
@@ -474,7 +477,7 @@ def _parameter(
     layout: StackLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
-    """Return a layer's parameter of this name. Raise AlignmentError unless it is as the model's config says.
+    """Return a layer's parameter of this name. Raise AlignmentError unless it matches the model's config.
 
     With `layout`, `shape` is that of matrices [E, R, C] or biases [E, R]. The module of a matrix must be one that
     transformers made. The parameter must have the dtype that `held` names, if any.
@@ -559,7 +562,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend; log a fallback in the words of a worker. Cached, so a process logs each fallback once."""
+    """Select a backend; log a fallback with the text of a worker. Cached, so a process logs each fallback once."""
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
@@ -606,7 +609,7 @@ def _check_aligned(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> DecoderSpec:
-    """Return the spec of the model. Raise AlignmentError unless the ops compute the model."""
+    """Return the spec of the model. Raise AlignmentError unless the ops can compute the model."""
     spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
     for module in (model, model.model):
         check_signature(plain_class(type(module)))

@@ -1,6 +1,6 @@
-"""The wrappers that trainers put around a transformers model or its weights, and which of them are served.
+"""The wrappers that trainers put around a transformers model or its weights, and which of them are supported.
 
-A wrapper is served if a call of the module runs all of its work. Some are modules around another module:
+A wrapper is supported if a call of the module runs all of the wrapper's work. Some are modules around another module:
 DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` changes a module in place and
 gathers its weights before each call.
 """
@@ -24,7 +24,7 @@ _IN_PLACE = ("FSDPModule", "ReplicateModule")
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside its served wrappers, PEFT's included. Raise AlignmentError for any other wrapper."""
+    """Return the model inside its supported wrappers, PEFT's included. Raise AlignmentError for any other wrapper."""
     while (inside := within(model)) is not None or _is_adapted(model):
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
@@ -36,14 +36,14 @@ def unwrapped(model: Any) -> Any:
 
 
 def adapted_inside(model: Any) -> Any:
-    """Return the PEFT model inside its served wrappers, or None."""
+    """Return the PEFT model inside its supported wrappers, or None."""
     while (inside := within(model)) is not None:
         model = inside
     return model if _is_adapted(model) else None
 
 
 def within(model: Any) -> Any:
-    """Return the module directly inside a served wrapper, or None."""
+    """Return the module directly inside a supported wrapper, or None."""
     return getattr(model, _SERVED.get(plain_class(type(model)).__name__, ""), None)
 
 

@@ -120,7 +120,7 @@ class PackedWeight:
 class PackedLayers(tuple[Layer, ...]):
     """Layers with the places of their tensors: each tensor's storage, which tensors may share, and its offset there.
     `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between steps, in the
-    order of the arguments. `has_states`: whether a layer is a delta net.
+    order of the arguments. `has_states`: whether any layer is a delta net.
 
     No address is kept, since the memory of a storage may be freed and come back elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers

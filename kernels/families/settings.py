@@ -25,7 +25,7 @@ from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec,
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-# Limits of sizes: several times the sizes of any published decoder, and products of sizes stay far below 2**63.
+# Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -49,8 +49,8 @@ _MOST = {
     "shared_expert_intermediate_size": 2**22,
 }
 MOST_EXPERTS = 2**16
-"""The limit that lets a uint16 hold the number of each expert."""
-# The limit of a number that scales scores. Within it, neither the number nor its inverse exceeds float32.
+"""Limit on experts, so that a uint16 can hold the number of each."""
+# Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
 # Keys that `Settings` understands in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -146,7 +146,7 @@ class Settings(PreTrainedConfig):
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """Return `window` or None for each layer, from `types`. Raise ModelError too if a needed window is missing."""
+        """Return `window` or None for each layer, from `types`. Also raise ModelError if a needed window is missing."""
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
             raise ModelError("sliding_window is missing in config.json; correct the file")
@@ -181,7 +181,9 @@ class Settings(PreTrainedConfig):
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """Return a decoder of these layers. Its last norm is like theirs. `others`: further fields of the spec."""
+        """Return a decoder of these layers. Its last norm is like the layers' norms. `others`: further fields of the
+        spec.
+        """
         return DecoderSpec(
             architecture=architecture,
             dtype=self.dtype or torch.float32,
@@ -198,7 +200,7 @@ class Settings(PreTrainedConfig):
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """Return the rotation of all layers, or of the layers of one type where each type has its own.
 
-        Raise ModelError for a rotation that is not served or does not rotate.
+        Raise ModelError for a rotation that is not supported or does not rotate.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
@@ -304,7 +306,7 @@ def _broken(error: Exception) -> ModelError:
 
 
 def expect(settings: Any, **others: Any) -> None:
-    """Raise ModelError unless `settings` ask only for what is served.
+    """Raise ModelError unless all `settings` are supported.
 
     `others`: required values of further settings. A value for one of the settings below replaces the default
     requirement.
@@ -331,7 +333,7 @@ def expect(settings: Any, **others: Any) -> None:
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the part of a head that the rotations turn. Where they differ, return one that is not 1.0."""
+    """Return the fraction of a head that is rotated. If rotations differ, return a fraction that is not 1.0."""
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]
     return next((part for part in parts if part != 1.0), 1.0)

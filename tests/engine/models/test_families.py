@@ -170,7 +170,7 @@ def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
     describe_whole = families.families()[name]
     monkeypatch.setitem(families.families(), name, lambda *given: replace(describe_whole(*given), pieces=4))
     engine = make_engine(folder, backend="auto")
-    assert engine.info.backend == "reference" and "in 1 piece, found 4" in engine.info.backend_note
+    assert engine.info.backend == "reference" and "in 1 piece (got 4)" in engine.info.backend_note
     found = score(engine, ids)
     assert not np.array_equal(found, whole) and np.allclose(found, whole, atol=1e-4)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -89,7 +89,7 @@ def test_a_weight_is_loaded_in_its_own_dtype(fine: Path, caplog: pytest.LogCaptu
     assert engine.weights.dtype == "bfloat16" and engine.weights.dtypes == dict.fromkeys(NORMS, "float32")
     assert serves(engine, fine) and "converted" not in caplog.text
     assert engine.info.backend == "reference" and "mlp_norm.before in torch.float32" in engine.info.backend_note
-    with pytest.raises(ConfigError, match="expect all weights in torch.bfloat16, found mlp_norm.before in torch.float"):
+    with pytest.raises(ConfigError, match="need all weights in torch.bfloat16 .got mlp_norm.before in torch.float"):
         make_engine(fine, backend="cpu")
     rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(fine).items()}
     before = bits(engine)

@@ -148,7 +148,7 @@ def test_a_missing_compiler_is_named(model: Path, events: list[Any], monkeypatch
 
     monkeypatch.setattr(backend, "compile_all", fail)
     with pytest.raises(
-        ConfigError, match="^triton: .* found: .*No such file or directory: 'gcc'; install a C compiler"
+        ConfigError, match="^triton: cannot run .*No such file or directory: 'gcc'; install a C compiler"
     ):
         engine_of(model, backend="triton")
 
