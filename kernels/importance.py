@@ -7,7 +7,8 @@ aligned trainer has r = 1 exactly, and then every weight here is exactly 1.
 All functions take the same tensors. `log_probs` and `sampled`, of any float dtype, are either padded [B, T], one
 sequence per row, or packed [M], with the `lengths` of the sequences (0 or more) unless `level` is `token`. `mask`
 (bool, in their shape): the tokens that count; None for all. Values outside the mask, NaN included, are not read. Ratios
-and sums are float64. Those of a sequence depend only on its own tokens: neither padding nor packing changes a bit.
+and sums are float64. A sequence's ratios and sums depend only on its own tokens: neither padding nor packing changes a
+bit.
 
 `level` says which ratio a token gets:
 
@@ -156,7 +157,7 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, from the tokens' own, `own` [N], sequence after sequence."""
+    """Return the log ratio of each token at this level, from the tokens' own log ratios `own` [N], by sequence."""
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):

@@ -179,9 +179,9 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return, by name, the dtypes other than `dtype` that a worker of `dtype` holds weights in; {} if it has none.
+    """Return, by name, the dtypes of the weights that a worker of `dtype` holds in a different dtype.
 
-    Return {} too for a model that no worker serves.
+    Return {} for a model that no worker serves.
     """
     try:
         spec = model._aligned.spec if is_aligned(model) else describe_plain(model)

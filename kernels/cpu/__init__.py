@@ -16,7 +16,7 @@ MOST_HEAD_DIM = 512
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
     """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
 
-    `spec`: None to ask about the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
+    `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
     """
     from .library import library_obstacle

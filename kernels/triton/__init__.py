@@ -30,7 +30,7 @@ LEAST_CAPABILITY = (8, 0)
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
     """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
 
-    `spec`: None to ask about the ops alone.
+    `spec`: None to check the ops alone.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
