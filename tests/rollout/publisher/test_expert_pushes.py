@@ -179,7 +179,7 @@ def test_sparse_pushes_to_stacks_with_interleaved_rows(
         ),
         (
             lambda t: t.update({"module.model.layers.0.mlp.experts.3.down_proj.weight": torch.zeros(64, 32)}),
-            r"but model.layers.0.mlp.experts.3.down_proj.weight is known; push what is inside .* 'module.'",
+            r"but model.layers.0.mlp.experts.3.down_proj.weight is known; push the module inside .* .'module.'",
         ),
     ],
     ids=["missing", "both", "too many", "shape", "wrapped"],
