@@ -1,6 +1,6 @@
 """The names of the matrices of a layer's experts: stacked in one tensor, or one by one.
 
-A model has them as stacks [E, R, C]. Checkpoints and pushes may bring parts in place of a stack: for each expert a few
+A model has them as stacks [E, R, C]. Checkpoints and pushes may have parts in place of a stack: for each expert a few
 tensors [rows, C], which form its matrix when placed one below the other. Imports no torch.
 """
 

@@ -112,8 +112,8 @@ def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`.
 
     `backend`: `auto` (the fastest one that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a LoRA
-    adapter computes with the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)`
-    returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
+    adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
+    float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
     DistributedDataParallel may wrap the model before or after; accelerate may only wrap it after.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and if its

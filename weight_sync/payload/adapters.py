@@ -1,4 +1,4 @@
-"""The tensors that a push with adapters must bring. Imports no torch."""
+"""The tensors that a push with adapters must carry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ such as a gate, its A alone has more elements than the weight."""
 class Adapted:
     """The `Parameters` of a push with adapters.
 
-    An adapters-only push brings only the parameters that `Adapters.base` does not list; any other push brings all
-    parameters. Both bring A and B for each weight with an adapter.
+    An adapters-only push carries only the parameters that `Adapters.base` does not list; any other push carries all
+    parameters. Both carry A and B for each weight with an adapter.
     """
 
     dtype: str
@@ -35,7 +35,7 @@ class Adapted:
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """Return the tensors that a push with `adapters` must bring to a worker that wants `wanted` without adapters.
+    """Return the tensors that a push with `adapters` must carry for a worker that wants `wanted` without adapters.
 
     Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in an
     adapters-only push, or if A and B have too many elements together.

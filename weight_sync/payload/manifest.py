@@ -1,4 +1,4 @@
-"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must bring.
+"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must carry.
 
 Owns the vocabulary that publisher, protocol and receiver share, the texts of errors about names, and the checksum of
 host memory. A push carries every parameter of the model exactly once, whole or in parts, in the dtype in which the
@@ -208,7 +208,7 @@ def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
         if not isinstance(value, list | tuple) or len(value) != length or not isinstance(value[0], str):
             raise ValueError(f"each row must have a name and {length - 1} other values (got {value!a:.80})")
         if value[0] in names:
-            raise ValueError(f"the name {ascii(value[0][:80])} comes twice")
+            raise ValueError(f"the name {ascii(value[0][:80])} appears twice")
         names.add(value[0])
     return values
 
@@ -218,7 +218,7 @@ class Adapters(_Part):
     `Backend.merge`.
 
     `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push that
-    brings every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not bring.
+    carries every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not carry.
     For those the worker uses its own values from before adapters, and their bytes must have these checksums.
     """
 
@@ -227,7 +227,7 @@ class Adapters(_Part):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this push is adapters-only: it brings no base weights."""
+        """Return whether this push is adapters-only: it carries no base weights."""
         return self.base is not None
 
 
@@ -258,7 +258,7 @@ _MOST_WORDS = 32
 
 
 class Parameters(Protocol):
-    """The parameters that a push must bring.
+    """The parameters that a push must carry.
 
     `dtype`: dtype of the push. `dtypes`: dtypes of the parameters with a different dtype. `parts`: parts that may come
     instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
@@ -283,7 +283,7 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):
-        raise PushError(f"push: {list_names(doubled)} came both whole and in parts; leave one out")
+        raise PushError(f"push: {list_names(doubled)} was sent both whole and in parts; leave one out")
     missing = sorted(name for name in wanted.shapes if name not in names and name not in parts)
     missing += [
         next(part for part in spellings.parts(name) if part not in came)

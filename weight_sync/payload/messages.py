@@ -60,7 +60,7 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push brings every tensor whole, and no adapters."""
+        """Return whether the push carries every tensor whole, and no adapters."""
         return self.base is None and self.adapters is None
 
 
@@ -109,7 +109,7 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """The parameters that a push must bring, and which weights the worker serves.
+    """The parameters that a push must carry, and which weights the worker serves.
 
     - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.

@@ -123,7 +123,7 @@ class TensorFile:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name appears twice")
     return values
 
 

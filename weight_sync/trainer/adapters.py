@@ -1,6 +1,6 @@
 """The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to. A checksum is computed anew only if torch's version
+Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if torch's version
 counter, or the tensor's memory, shows a change. Keeps no tensor alive.
 """
 

@@ -227,7 +227,7 @@ class Outbox:
 
 def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
     if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
-        # A plain copy does not use torch's threads. They would take cores that the worker's side needs meanwhile.
+        # A plain copy does not use torch's threads. They would take cores that the worker's side needs at the time.
         np.copyto(place.numpy(), raw_bytes(rows))
     else:
         place.view(dtype).view(rows.shape).copy_(rows)

@@ -202,7 +202,7 @@ class Checklist:
         """Check a tensor. Return whether it must be sent. Raise PushError if it is wrong or has come already."""
         self._check(name, tuple(tensor.shape))
         if name in self._seen:
-            raise PushError(f"tensor {name}: came twice; leave one out")
+            raise PushError(f"tensor {name}: was sent twice; leave one out")
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
             self._checksums[name] = tensor_checksum(tensor, self._dtype_of(self._wanted.tied.get(name, name)))

@@ -329,7 +329,7 @@ class Receiver(threading.Thread):
         """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
-                raise PushError(f"{call.type}: came after verify_push; push again")
+                raise PushError(f"{call.type}: arrived after verify_push; push again")
             self._answer(call.id, "verified")
 
     def _wait_to_overwrite(self) -> None:

@@ -262,7 +262,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
         (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),
-        (dict(weights=[[NAME, 4, 1.0]] * 2), "comes twice"),
+        (dict(weights=[[NAME, 4, 1.0]] * 2), "appears twice"),
         (dict(weights=[NAME]), "must have a name and 2 other values"),
         (dict(weights={NAME: [4, 1.0]}), "expected an array"),
         (dict(weights=[], base=[[NAME, -1]]), r"must be an integer in \[0, 2\*\*64\)"),

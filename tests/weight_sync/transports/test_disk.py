@@ -366,7 +366,7 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "a number of 5000 digits": (file_of(b'{"a": ' + b"9" * 5000 + b"}"), "cannot be read"),
     "a list": (file_of([]), "not a JSON map"),
     "a tensor that is a number": (file_of({"a": 1}), "not a map of dtype"),
-    "a name twice": (file_of(b'{"a": %b, "a": %b}' % (2 * (json.dumps(entry(0, 8)).encode(),))), "comes twice"),
+    "a name twice": (file_of(b'{"a": %b, "a": %b}' % (2 * (json.dumps(entry(0, 8)).encode(),))), "appears twice"),
     "no dtype": (file_of({"a": {"shape": [2], "data_offsets": [0, 8]}}), "tensor 'a' is not a map of dtype"),
     "more about a tensor": (file_of({"a": entry(0, 8, strides=[1])}), "tensor 'a' is not a map of dtype"),
     "a key that is no text": (file_of(b'{"a": {"\\ud800": 1}}'), "tensor 'a' is not a map of dtype"),

@@ -235,7 +235,7 @@ def test_nothing_more_is_taken_after_verify(feed: Feed, call: str) -> None:
         event = feed.verify(num_buckets=len(SHAPES) + 1)
     else:
         event = feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
-    refused(event, "came after verify_push")
+    refused(event, "arrived after verify_push")
 
 
 def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
