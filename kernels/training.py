@@ -148,8 +148,8 @@ def aligned_with(model: Any) -> Arithmetic:
     """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
 
     The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
-    client.health().engine.items()`. This runs a forward pass of one token, on every rank if weights are sharded. Raise
-    AlignmentError for a model that is not aligned.
+    client.health().engine.items()`. This runs a forward pass of one token, which must run on every rank if weights are
+    sharded. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
