@@ -140,8 +140,8 @@ def test_a_program_chooses_among_all_experts() -> None:
 @pytest.mark.parametrize(
     ("capability", "interpreted", "reason"),
     [
-        ((7, 5), "0", "need compute capability 8.0 or later .got 7.5.; use the backend reference"),
-        ((9, 0), "1", "interpreted Triton kernels need a CPU .got cuda.; unset TRITON_INTERPRET"),
+        ((7, 5), "0", "need compute capability 8.0 or later (got 7.5); use the backend reference"),
+        ((9, 0), "1", "interpreted Triton kernels need a CPU (got cuda); unset TRITON_INTERPRET"),
         ((9, 0), "0", ""),
     ],
 )
