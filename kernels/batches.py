@@ -33,7 +33,9 @@ def locate(
         return unpad(input_ids, attention_mask, position_ids)
     _check_lengths(input_ids, attention_mask, lengths)
     if position_ids is not None:
-        raise AlignmentError("position_ids must be None with lengths; leave it out, since lengths say where sequences begin")
+        raise AlignmentError(
+            "position_ids must be None with lengths; leave it out, since lengths say where sequences begin"
+        )
     return torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
 
 
@@ -144,7 +146,9 @@ def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tenso
 
 def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
     if attention_mask is not None:
-        raise AlignmentError("attention_mask must be None with lengths; leave it out, since packed tokens have no padding")
+        raise AlignmentError(
+            "attention_mask must be None with lengths; leave it out, since packed tokens have no padding"
+        )
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
         raise AlignmentError(
             "lengths must be at least 1 for each packed sequence and sum to the number of tokens (got "
