@@ -1,8 +1,8 @@
-"""Models of PEFT: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
+"""PEFT models: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
 
-A PEFT model computes with two kinds of changed weights. A weight with an adapter becomes `Backend.merge` of the weight,
-A and B, all three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active
-copy. This module recognizes PEFT's classes by module and name, and does not import PEFT.
+A PEFT model changes weights in two ways. A weight with an adapter becomes `Backend.merge` of the weight, A and B, all
+three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active copy. This module
+recognizes PEFT's classes by module and name, and does not import PEFT.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def check_adapters(model: Any) -> None:
     active = list(_read(model, "active_adapters"))
     if len(active) != 1:
         raise AlignmentError(
-            f"adapters: expected one active adapter, found {', '.join(active) or 'none'}; activate one with set_adapter"
+            f"adapters: one adapter must be active (got {', '.join(active) or 'none'}); activate one with set_adapter"
         )
     config = _read(model, "peft_config")[active[0]]
     for field in (*_PLAIN, *_EMPTY):
         found, plain = _read(config, field), _PLAIN.get(field)
         if found != plain and (plain or found):
             raise AlignmentError(
-                f"{field}: expected {plain or 'none'} for an adapter, found {getattr(found, 'value', found)!r}; use "
-                "LoRA of linear layers only, without dropout or biases, or merge the adapter into the weights first"
+                f"{field} = {getattr(found, 'value', found)!r} is not supported in an adapter; use LoRA of linear "
+                "layers only, without dropout or biases, or merge the adapter into the weights first"
             )
     _check_fields(config)
     check_modules(model.get_base_model())
@@ -127,16 +127,16 @@ def check_tie(base: Any, is_tied: bool) -> None:
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(
-            "lm_head: expected the embedding's weights, since the model's config ties them, found separate weights, "
-            "which no worker of this model has; leave both out of modules_to_save and target_modules"
+            "lm_head is trained apart from the embedding, but the model's config ties the two, as every worker does; "
+            "leave both out of modules_to_save and target_modules"
         )
 
 
 def _check_kind(module: nn.Module, name: str) -> None:
     if plain_class(type(module)).__module__.startswith("peft.") and _kind(module) not in _OF_PEFT:
         raise AlignmentError(
-            f"{name}: expected LoRA of a linear layer, or a module in modules_to_save, found "
-            f"{'.'.join(_kind(module))}; leave it out of target_modules"
+            f"{name} must be LoRA of a linear layer, or a module in modules_to_save (got {'.'.join(_kind(module))}); "
+            "leave it out of target_modules"
         )
 
 
@@ -176,7 +176,7 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
     if _kind(module) != _LINEAR:
         return None
     if _read(module, "merged"):
-        raise AlignmentError(f"{name or 'adapter'}: expected an unmerged adapter, found a merged one; unmerge it")
+        raise AlignmentError(f"{name or 'adapter'}: a merged adapter is not supported; unmerge it")
     adapters = _read(module, "lora_A")
     active = _active(module, adapters)
     if active is None:
@@ -184,7 +184,7 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
     b, dropout = _read(module, "lora_B")[active], getattr(_read(module, "lora_dropout")[active], "p", 0.0)
     if active in _read(module, "lora_variant") or b.bias is not None or dropout != 0.0:
         raise AlignmentError(
-            f"{name or 'adapter'}: expected plain LoRA without dropout and bias, found another kind; use plain LoRA"
+            f"{name or 'adapter'}: this kind of LoRA is not supported; use plain LoRA without dropout and bias"
         )
     return Adapter(adapters[active].weight, b.weight, _read(module, "scaling")[active])
 
@@ -233,7 +233,7 @@ def _active(module: Any, among: Any) -> str | None:
         return None
     if len(active) > 1:
         raise AlignmentError(
-            f"adapters: expected one active adapter, found {', '.join(active)}; activate one with set_adapter"
+            f"adapters: one adapter must be active (got {', '.join(active)}); activate one with set_adapter"
         )
     return active[0]
 
@@ -243,6 +243,6 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """Return the module and the name of a module's class. An aligned class has those of the class it was made from."""
+    """Return the module and the name of a module's class. For an aligned class, those of the class it was made from."""
     found = plain_class(type(module))
     return found.__module__, found.__name__

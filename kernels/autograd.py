@@ -8,7 +8,7 @@ instead of one per token. Both passes ignore autocast, which would change dtypes
 
 M is the number of rows, which are tokens of any number of sequences. The floating-point tensors of a call share one
 dtype and device unless stated otherwise. The module owns no state. Each call packs a weight into the backend's layout
-anew, since not every change of a weight can be detected: a change through `.data` does not raise torch's version
+again, since not every change of a weight can be detected: a change through `.data` does not bump torch's version
 counter.
 """
 

@@ -33,7 +33,9 @@ def locate(
         return unpad(input_ids, attention_mask, position_ids)
     _check_lengths(input_ids, attention_mask, lengths)
     if position_ids is not None:
-        raise AlignmentError("position_ids: expected none with lengths, found both; lengths say where sequences begin")
+        raise AlignmentError(
+            "position_ids must be None with lengths; leave it out, since lengths say where sequences begin"
+        )
     return torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
 
 
@@ -49,7 +51,7 @@ def unpad(
         return indices, _sequences(begins)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
         raise AlignmentError(
-            f"position_ids: expected {list(input_ids.shape)} like input_ids, found {list(position_ids.shape)}"
+            f"position_ids must have shape {list(input_ids.shape)} like input_ids (got {list(position_ids.shape)})"
         )
     given = position_ids.expand(input_ids.shape).flatten()[indices]
     packed = _sequences(begins | (given == 0))
@@ -70,7 +72,8 @@ def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
     """Raise AlignmentError unless `found` has the `expected` shape, which is that of input_ids."""
     if found.shape != expected:
         raise AlignmentError(
-            f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; pass one entry per token"
+            f"{name} must have shape {list(expected)} like input_ids (got {list(found.shape)}); pass one entry per "
+            "token"
         )
 
 
@@ -86,8 +89,8 @@ def read_routes(
     """
     if not spec.experts:
         raise AlignmentError(
-            f"routed_experts: expected none for {spec.architecture}, which has no experts, found "
-            f"{list(routed_experts.shape)}; leave them out"
+            f"routed_experts must be None for {spec.architecture}, which has no experts (got shape "
+            f"{list(routed_experts.shape)}); leave it out"
         )
     count, top_k = spec.experts[0].num_experts, spec.experts[0].top_k
     _check_routes(routed_experts, (*shape, len(spec.experts), top_k))
@@ -101,11 +104,11 @@ def read_routes(
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
     if found.shape != shape:
         raise AlignmentError(
-            f"routed_experts: expected {list(shape)}, which is input_ids' shape, layers with experts and experts per "
-            f"token, found {list(found.shape)}; pass a row for every token, even where the row is not read"
+            f"routed_experts must have shape {list(shape)}: input_ids' shape, layers with experts, experts per token "
+            f"(got {list(found.shape)}); pass a row for every token, even where the row is not read"
         )
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise AlignmentError(f"routed_experts: expected integers, found {found.dtype}; pass the ids of experts")
+        raise AlignmentError(f"routed_experts must be integers (got {found.dtype}); pass the ids of experts")
 
 
 def _check_ids(routes: Tensor, count: int) -> None:
@@ -113,14 +116,14 @@ def _check_ids(routes: Tensor, count: int) -> None:
     wrong = routes[(routes < 0) | (routes >= count)]
     if len(wrong):
         raise AlignmentError(
-            f"routed_experts: expected ids from 0 to {count - 1}, found {int(wrong[0])}; pass the ids of this model's "
+            f"routed_experts must be ids from 0 to {count - 1} (got {int(wrong[0])}); pass the ids of this model's "
             "experts, and mark padding in attention_mask"
         )
     twice = (routes[..., 1:] == routes[..., :-1]).any(-1)
     if twice.any():
         raise AlignmentError(
-            f"routed_experts: expected different experts in each row, found {routes[twice][0].tolist()}; pass a row "
-            "for each token but the last of each sequence, and mark padding in attention_mask"
+            f"routed_experts must have different experts in each row (got {routes[twice][0].tolist()}); pass a row for "
+            "each token but the last of each sequence, and mark padding in attention_mask"
         )
 
 
@@ -133,7 +136,7 @@ def _sequences(begins: Tensor) -> Packed:
 def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
         raise AlignmentError(
-            f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]"
+            f"input_ids must have shape [B, T] (got {list(input_ids.shape)}); pack with lengths, or add [None]"
         )
     if attention_mask is None:
         return torch.arange(input_ids.numel(), device=input_ids.device)
@@ -143,9 +146,11 @@ def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tenso
 
 def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
     if attention_mask is not None:
-        raise AlignmentError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
+        raise AlignmentError(
+            "attention_mask must be None with lengths; leave it out, since packed tokens have no padding"
+        )
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
         raise AlignmentError(
-            f"lengths: expected one length of at least 1 for each packed sequence, and in sum the size of input_ids, "
-            f"{list(input_ids.shape)}, found {list(lengths)[:8]} with sum {sum(lengths)}; correct the lengths"
+            "lengths must be at least 1 for each packed sequence and sum to the number of tokens (got "
+            f"{list(lengths)[:8]} with sum {sum(lengths)} for input_ids {list(input_ids.shape)}); correct the lengths"
         )

@@ -237,7 +237,7 @@ class TokenStatistics(NamedTuple):
 
 
 class Weight(Protocol):
-    """A matrix [rows, columns] in a layout that its backend's products read. A plain tensor is one."""
+    """A matrix [rows, columns] in a layout that its backend's products read. A plain tensor is a `Weight` too."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -278,15 +278,15 @@ class Backend(Protocol):
     """
 
     def instruction_set(self) -> str:
-        """Return what the backend computes with on this machine, for logs and health."""
+        """Return the instruction set or GPU architecture that the backend uses, for logs and health."""
         ...
 
     def prepare(self, compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
         """Compile everything that `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`.
 
-        Later calls then compile nothing. A backend that compiles nothing does nothing here. `compute` may be called for
-        some of these numbers of rows: it computes with this backend, on tensors without memory (device meta). Raise
-        ConfigError if the compiler's files, or the files that it writes, cannot be used.
+        Later calls then compile nothing. A backend that compiles nothing does nothing here. `compute` runs this backend
+        on tensors without memory (device meta), and may be called for any of these numbers of rows. Raise ConfigError
+        if the compiler's files, or the files that it writes, cannot be used.
         """
         ...
 

@@ -7,7 +7,8 @@ aligned trainer has r = 1 exactly, and then every weight here is exactly 1.
 All functions take the same tensors. `log_probs` and `sampled`, of any float dtype, are either padded [B, T], one
 sequence per row, or packed [M], with the `lengths` of the sequences (0 or more) unless `level` is `token`. `mask`
 (bool, in their shape): the tokens that count; None for all. Values outside the mask, NaN included, are not read. Ratios
-and sums are float64. Those of a sequence depend only on its own tokens: neither padding nor packing changes a bit.
+and sums are float64. A sequence's ratios and sums depend only on its own tokens: neither padding nor packing changes a
+bit.
 
 `level` says which ratio a token gets:
 
@@ -156,11 +157,11 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, from the tokens' own, `own` [N], sequence after sequence."""
+    """Return the log ratio of each token at this level, from the tokens' own log ratios `own` [N], by sequence."""
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):
-        raise AlignmentError(f"level: expected token, sequence or geometric, found {brief(level)}; pass one of these")
+        raise AlignmentError(f"level must be token, sequence or geometric (got {brief(level)})")
     parts = own.split(_counts(mask, lengths))
     return torch.cat([(part.sum() if level == "sequence" else part.mean()).expand(len(part)) for part in parts])
 
@@ -172,8 +173,8 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
     if mask.dim() != 1 or lengths is None or min(lengths, default=0) < 0 or sum(lengths) != len(mask):
         found = "none" if lengths is None else f"{list(lengths)[:8]} with sum {sum(lengths)}"
         raise AlignmentError(
-            f"lengths: expected none for [B, T], and for [M] one for each sequence with M in sum, found {found} for "
-            f"{list(mask.shape)}; pass the length of each packed sequence"
+            f"lengths must be None for [B, T], and for [M] must sum to M (got {found} for {list(mask.shape)}); pass "
+            "the length of each packed sequence"
         )
     return [int(part.sum()) for part in mask.cpu().split(list(lengths))]
 
@@ -195,7 +196,7 @@ def _check_bounds(low: float, high: float) -> None:
 def _check_bound(name: str, bound: float, least: float, most: float) -> None:
     if not least <= bound <= most:
         raise AlignmentError(
-            f"{name}: expected a number from {least:.4g} to {most:.4g}, found {bound}; a ratio of 1 must stay unchanged"
+            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); a ratio of 1 must stay unchanged"
         )
 
 
@@ -203,8 +204,8 @@ def _check_shapes(log_probs: Tensor, sampled: Tensor, mask: Tensor) -> None:
     for name, tensor in (("sampled", sampled), ("mask", mask)):
         if tensor.shape != log_probs.shape:
             raise AlignmentError(
-                f"{name}: expected {list(log_probs.shape)} like log_probs, found {list(tensor.shape)}; pass one entry "
-                "per token"
+                f"{name} must have shape {list(log_probs.shape)} like log_probs (got {list(tensor.shape)}); pass one "
+                "entry per token"
             )
     if not mask.any():
         raise AlignmentError("mask selects no token; skip such batches")

@@ -1,7 +1,7 @@
 """The arithmetic of a layer, written once over the ops.
 
 A worker runs it on a backend with its memory (`run_layers`), a trainer on ops with gradients (`training`). A backend
-that fuses steps, or runs of layers, gives the bits of this definition.
+that fuses steps, or runs of layers, gives the same bits as this definition.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def run_layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    """Compute `Backend.layers` with the other ops."""
+    """Compute `Backend.layers` from the backend's other ops."""
     records = iter(()) if routes is None else iter(routes)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:

@@ -27,16 +27,16 @@ def describe_plain(model: Any) -> DecoderSpec:
     if not _is_of_family(model):
         names = ", ".join(sorted(families()))
         raise AlignmentError(
-            f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
+            f"model must be one of {names} (got {type(model).__name__}); unwrap it, or use another model"
         )
     _check_layout(model)
     if not is_decoder(model):
         raise AlignmentError(
-            f"model: expected a text decoder, found {type(model).__name__}, which has more parts; load its text model "
-            "with AutoModelForCausalLM"
+            f"model must be a text decoder, but {type(model).__name__} has more parts; load its text model with "
+            "AutoModelForCausalLM"
         )
     if any(map(is_aligned, model.modules())):
-        raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
+        raise AlignmentError("model is already aligned; call unalign first")
     try:
         return describe(model.config.to_dict() | {"architectures": [plain_class(type(model)).__name__]})
     except ModelError as error:

@@ -178,7 +178,7 @@ def project_back(
 
 def _product_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
     if pieces < 1 or pieces & (pieces - 1):
-        raise ConfigError(f"pieces: expected a power of two, found {pieces}; set it to 1, 2, 4 or 8")
+        raise ConfigError(f"pieces must be a power of two (got {pieces}); set it to 1, 2, 4 or 8")
     columns = x.shape[1]
     length = -(-columns // pieces)
     bounds = [(min(i * length, columns), min((i + 1) * length, columns)) for i in range(pieces)]

@@ -1,6 +1,6 @@
-"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers that are not aligned.
+"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
 
-In such a trainer, a single different choice of a router changes a log-prob by more than all rounding does. Replaying
+In such a trainer, a single different choice of a router changes a log-prob more than all rounding together. Replaying
 the rollout's choices (Ma et al. 2025) leaves only the rounding. An aligned model takes the choices in
 `training.token_log_probs`.
 """
@@ -39,7 +39,7 @@ def replayed(
     until the backward pass is done.
 
     Raise AlignmentError for a model that is aligned or of no family, for `routed_experts` that do not fit the model,
-    and in a forward pass with another number of tokens.
+    and in a forward pass with a different number of tokens.
     """
     spec = describe_plain(model)
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
@@ -56,8 +56,8 @@ def _spread_routes(
     """Return the routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
     if routed_experts.dim() != (4 if lengths is None else 3):
         raise AlignmentError(
-            "routed_experts: expected [B, T, layers with experts, experts per token], or with lengths [M, ...], found "
-            f"{list(routed_experts.shape)}; pass a row for each token"
+            "routed_experts must have shape [B, T, layers with experts, experts per token], or with lengths [M, ...] "
+            f"(got {list(routed_experts.shape)}); pass a row for each token"
         )
     shape = routed_experts.shape[:-2]
     indices, packed = locate(routed_experts.new_empty(shape), attention_mask, lengths)
@@ -78,8 +78,8 @@ def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: A
     logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
         raise AlignmentError(
-            f"routed_experts: expected a forward pass of the {len(route)} tokens that they describe, found one of "
-            f"{len(logits)}; open replayed around each batch, with that batch's experts"
+            f"routed_experts has {len(route)} tokens, but the forward pass has {len(logits)}; open replayed around "
+            "each batch, with that batch's experts"
         )
     route = route.to(own.device)
     experts = torch.where(route == OWN_CHOICE, own, route)

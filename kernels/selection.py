@@ -38,7 +38,7 @@ def select_backend(
     the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
     """
     if name not in ("auto", *BACKENDS):
-        raise ConfigError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}; choose one of them")
+        raise ConfigError(f"backend must be one of auto, {', '.join(BACKENDS)} (got {name!r})")
     fastest = "cpu" if device.type == "cpu" else "triton"
     wanted = fastest if name == "auto" else name
     if wanted == "reference":
@@ -47,7 +47,7 @@ def select_backend(
     if not obstacle:
         return _select(wanted, device, "")
     if name == wanted:
-        raise ConfigError(f"backend: expected one that can serve this model on {device}, found {name}: {obstacle}")
+        raise ConfigError(f"backend {name} cannot serve this model on {device}: {obstacle}")
     return _select("reference", device, obstacle)
 
 

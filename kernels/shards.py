@@ -46,7 +46,7 @@ class Shard:
     def copy_(self, source: Tensor | Shard) -> None:
         """Store this part of a whole tensor, or a shard of the same part. Raise ValueError for another shape."""
         if source.shape != self.shape:
-            raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+            raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, Shard):
             self.own.copy_(source.own)
         else:

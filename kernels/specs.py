@@ -88,12 +88,12 @@ class DeltaNetSpec:
 
     @property
     def key_size(self) -> int:
-        """The total size of the keys of all heads, which is also that of the queries."""
+        """The total size of the keys of all heads, and of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """The total size of the values of all heads, which is also that of the output gate."""
+        """The total size of the values of all heads, and of the output gate."""
         return self.num_value_heads * self.value_head_dim
 
     @property

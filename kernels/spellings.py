@@ -1,6 +1,6 @@
 """The names of the matrices of a layer's experts: stacked in one tensor, or one by one.
 
-A model has them as stacks [E, R, C]. Checkpoints and pushes may bring parts in place of a stack: for each expert a few
+A model has them as stacks [E, R, C]. Checkpoints and pushes may have parts in place of a stack: for each expert a few
 tensors [rows, C], which form its matrix when placed one below the other. Imports no torch.
 """
 
@@ -67,7 +67,7 @@ class Spellings:
 
     @property
     def most(self) -> int:
-        """The number of tensors if every stack that may come in parts does."""
+        """The number of tensors if every stack comes in parts that may do so."""
         return sum(self.count(name) or 1 for name in self._shapes)
 
     def all_shapes(self) -> dict[str, Shape]:

@@ -90,7 +90,7 @@ class Stack:
     def copy_(self, source: Tensor | Stack) -> None:
         """Store a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError for another shape."""
         if source.shape != self.shape:
-            raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+            raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
 
     def put_(self, index: Tensor, source: Tensor) -> None:

@@ -1,19 +1,19 @@
-"""The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
+"""The trainer's side: transformers models that compute with the ops of a rollout, and their log-probs of given tokens.
 
-`align` replaces the forward passes of a model of any of the `families`: those of the model itself, its decoder,
-embedding, layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original
-forward passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV
-cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called, the model
-through its wrapper, and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for
-example to gather weights or to reduce gradients. The modules inside a layer are read, not called.
+`align` replaces forward passes in a model of one of the `families`: of the model itself, its decoder, embedding,
+layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original forward
+passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV cache. A
+layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called (the model through its
+wrapper), and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for example to
+gather weights or to reduce gradients. The modules inside a layer are read, not called.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
 worker's log-probs, and `token_statistics` those of its `top_logprobs`, for any micro-batch, padding or packing.
 Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast compute
-the same as a bfloat16 worker that was given these parameters. `aligned_with` says what a model computes with. If the
-fastest backend cannot serve the model, the backend in its place is logged on first use. The experts of a mixture are
-those of the worker: the model finds them itself, or is given them. `replayed` gives them to a model that is not
-aligned.
+the same as a bfloat16 worker that was given these parameters. `aligned_with` returns the backend, instruction set and
+dtype of a model. If the fastest backend cannot serve the model, the backend in its place is logged on first use. A
+mixture uses the same experts as the worker: the model chooses them itself, or the caller passes them. `replayed` passes
+them to a model that is not aligned.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
-"""question(ops, hidden, weight): return the head's answer in place of logits, from hidden states [M, H] and its weight
-[V, H]. The float32 tensors of an answer are sealed (`_sealed`).
+"""question(ops, hidden, weight): return what the head returns instead of logits, from hidden states [M, H] and the
+head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 """
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module knows besides its own parameters. `index`: the number of a layer, or -1."""
+    """What an aligned module holds besides its own parameters. `index`: the number of a layer, or -1."""
 
     backend: str
     spec: DecoderSpec
@@ -85,7 +85,7 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """What a layer computes with, besides hidden states [M, H] and its parameters.
+    """The inputs of a layer besides hidden states [M, H].
 
     `route` and `record`: int32 [M, top_k] or None. This is neither a dataclass nor a tuple: inside those, a wrapper
     rounds floats, such as rotations, to the dtype of its policy.
@@ -112,18 +112,18 @@ def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`.
 
     `backend`: `auto` (the fastest one that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a LoRA
-    adapter computes with the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)`
-    returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
+    adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
+    float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
     DistributedDataParallel may wrap the model before or after; accelerate may only wrap it after.
 
-    Raise AlignmentError for a model that is already aligned, for a model that the ops do not compute, and if its
+    Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and if its
     forward pass has an unknown argument, which a later release of transformers may add. Raise ConfigError for a backend
     that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does not
-    serve.
+    support.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
-    # Under autocast, float32 parameters compute in 16 bits. Only the forward pass knows its dtype, and selects again.
+    # Under autocast, float32 parameters are used in 16 bits. The forward pass knows the dtype, and selects again.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
     for module, forward, index in _parts(model):
@@ -134,12 +134,10 @@ def align(model: Any, backend: str = "auto") -> None:
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if no part of the model is aligned."""
     model = unwrapped(model)
-    # Not `_parts` alone: an adapter added after `align` now surrounds a former part.
+    # `_parts` alone would miss a part that an adapter, added after `align`, now surrounds.
     aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
     if not aligned:
-        raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; unalign does not apply to it"
-        )
+        raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
     for module in aligned:
         del module._aligned
         if plain_class(type(module)) is type(module):  # otherwise fully_shard put another class before ours
@@ -147,10 +145,10 @@ def unalign(model: Any) -> None:
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """Return what an aligned model computes with, given its wrapper and the autocast around this call.
+    """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
 
-    The model's log-probs are a worker's only if `aligned_with(model)._asdict().items() <=
-    client.health().engine.items()`. This makes a forward pass of one token, which must run on every rank if weights are
+    The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
+    client.health().engine.items()`. This runs a forward pass of one token, which must run on every rank if weights are
     sharded. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
@@ -165,7 +163,7 @@ def aligned_with(model: Any) -> Arithmetic:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that a worker of `dtype` serves after it is given the adapters of a PEFT model.
+    """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
     Each tensor comes under its name without PEFT, in `dtype` or in the dtype its family holds it in. Adapters are
     merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a model without
@@ -173,7 +171,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """
     adapted = adapted_inside(model)
     if adapted is None:
-        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; use its weights unchanged")
+        raise AlignmentError(f"model must be a PEFT model (got {type(model).__name__}); use its weights unchanged")
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
     own = _own_dtypes(unwrapped(adapted), dtype)
@@ -181,7 +179,10 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return by name the dtypes of weights that a worker of `dtype` holds in another one; {} for an unserved model."""
+    """Return, by name, the dtypes of the weights that a worker of `dtype` holds in a different dtype.
+
+    Return {} for a model that no worker serves.
+    """
     try:
         spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
     except AlignmentError:
@@ -213,8 +214,8 @@ def token_log_probs(
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts that each token
     goes to, in any order; gradients flow through their gates. The experts of a worker with the same arithmetic need not
-    be given: the model finds them itself. Entries for padding and for the last token of each sequence are not read: a
-    sample's record has no row for its last token.
+    be passed: the model chooses them itself. Entries for padding and for the last token of each sequence are not read:
+    a sample's record has no row for its last token.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
@@ -250,7 +251,7 @@ def token_statistics(
     vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
         raise AlignmentError(
-            f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; the vocabulary has no more tokens"
+            f"top_logprobs must be from 0 to {vocab_size}, the size of the vocabulary (got {top_logprobs})"
         )
     batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
@@ -274,7 +275,7 @@ def token_experts(
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
-        raise AlignmentError(f"model: expected one with experts, found a {type(model).__name__} without experts")
+        raise AlignmentError(f"model must have experts (got {type(model).__name__}, which has none)")
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
     record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
     with torch.no_grad():
@@ -307,7 +308,7 @@ def _ask_of_tokens(
     """
     spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
-        raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; pass that of the samples")
+        raise AlignmentError(f"temperature must be at least 0 (got {temperature}); pass the temperature of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
     indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
@@ -337,8 +338,8 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            f"model: expected a wrapper that passes `question` on to the model and returns its answer, found "
-            f"{type(found).__name__} returned; pass the model itself"
+            "model: its wrapper must pass `question` on to the model and return the answer (got a "
+            f"{type(found).__name__}); pass the model itself"
         )
     return found.real if found.is_complex() else found
 
@@ -453,7 +454,7 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 def _as_computed(
     name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor that a module computes with as its parameter `leaf`, with its adapter merged.
+    """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
 
     The tensor is in its `own` dtype if it has one, else in the dtype of hidden states x.
     """
@@ -462,7 +463,7 @@ def _as_computed(
         check_gathered(name, tensor)
     if own is None and _forward_dtype(weight) != x.dtype:
         raise AlignmentError(
-            f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; use one "
+            f"{name} must be {x.dtype} like the hidden states (got {_forward_dtype(weight)}); use one "
             "MixedPrecisionPolicy for all modules, with output_dtype unset or equal to param_dtype"
         )
     return with_adapter(ops, weight.to(own or x.dtype), adapter)
@@ -476,7 +477,7 @@ def _parameter(
     layout: StackLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
-    """Return a layer's parameter of this name. Raise AlignmentError unless it is as the model's config says.
+    """Return a layer's parameter of this name. Raise AlignmentError unless it matches the model's config.
 
     With `layout`, `shape` is that of matrices [E, R, C] or biases [E, R]. The module of a matrix must be one that
     transformers made. The parameter must have the dtype that `held` names, if any.
@@ -490,12 +491,12 @@ def _parameter(
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; correct one of them"
+            f"{name} must have shape {list(stored)} by the model's config (got {size}); correct one of them"
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
-            f"{name}: expected {held.dtype}, in which a worker holds it, found {found.dtype}; convert it, and exclude "
-            "it from any MixedPrecisionPolicy"
+            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}); convert it, and exclude it from any "
+            "MixedPrecisionPolicy"
         )
     return found
 
@@ -561,7 +562,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend; log a fallback in the words of a worker. Cached, so a process logs each fallback once."""
+    """Select a backend; log a fallback with the text of a worker. Cached, so a process logs each fallback once."""
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
@@ -594,8 +595,8 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
     found = plain_class(type(module))
     if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
         raise AlignmentError(
-            f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {found.__name__}; "
-            "merge adapters into the weights"
+            f"{name} must be nn.Linear or a class of {type(neighbour).__module__} (got {found.__name__}); merge "
+            "adapters into the weights"
         )
 
 
@@ -603,14 +604,12 @@ def _check_aligned(model: Any) -> Any:
     """Return the model inside its wrappers. Raise AlignmentError unless it is aligned."""
     model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
-        raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first"
-        )
+        raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); call align(model) first")
     return model
 
 
 def _check_model(model: Any) -> DecoderSpec:
-    """Return the spec of the model. Raise AlignmentError unless the ops compute the model."""
+    """Return the spec of the model. Raise AlignmentError unless the ops can compute the model."""
     spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
     for module in (model, model.model):
         check_signature(plain_class(type(module)))
@@ -621,18 +620,18 @@ def _check_model(model: Any) -> DecoderSpec:
         check_modules(model)
     if any("forward" in vars(module) for module, *_ in _parts(model)):
         raise AlignmentError(
-            "model: expected modules with the forward pass of their class, found a replaced one; call align before "
-            "accelerator.prepare, or before any other code that replaces it"
+            "model: the forward pass of a module was replaced; call align before accelerator.prepare, and before any "
+            "other code that replaces it"
         )
     head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
     _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
-            f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
-            f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias; use another model"
+            f"lm_head must have shape {list(embedding.shape)} like the embedding and no bias (got "
+            f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias); use another model"
         )
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
-        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; set it to 0.0, or do not align")
+        raise AlignmentError(f"attention_dropout must be 0.0 (got {dropout!r}); set it to 0.0, or do not align")
     _check_parameters(spec, model)
     return spec
 
@@ -655,4 +654,4 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     dtypes = {parameter.dtype for name, parameter in others if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
-        raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
+        raise AlignmentError(f"parameters must all be in one of {_DTYPES} (got {names}); call model.to(dtype)")

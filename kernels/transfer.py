@@ -44,7 +44,7 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Return always the same stream, since torch reuses memory that was freed on a stream on that stream only."""
+    """Always return the same stream, since torch reuses memory that was freed on a stream on that stream only."""
     return torch.cuda.Stream(index)
 
 

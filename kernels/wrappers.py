@@ -1,6 +1,6 @@
-"""The wrappers that trainers put around a transformers model or its weights, and which of them are served.
+"""The wrappers that trainers put around a transformers model or its weights, and which of them are supported.
 
-A wrapper is served if a call of the module runs all of its work. Some are modules around another module:
+A wrapper is supported if a call of the module runs all of the wrapper's work. Some are modules around another module:
 DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` changes a module in place and
 gathers its weights before each call.
 """
@@ -24,26 +24,26 @@ _IN_PLACE = ("FSDPModule", "ReplicateModule")
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside its served wrappers, PEFT's included. Raise AlignmentError for any other wrapper."""
+    """Return the model inside its supported wrappers, PEFT's included. Raise AlignmentError for any other wrapper."""
     while (inside := within(model)) is not None or _is_adapted(model):
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
         raise AlignmentError(
-            f"model: expected no wrapper, sharding in place or one of {', '.join(_SERVED)}, found a {name}; "
+            f"model: the wrapper {name} is not supported (only sharding in place and {', '.join(_SERVED)} are); "
             f"{_REFUSED[name]}"
         )
     return model
 
 
 def adapted_inside(model: Any) -> Any:
-    """Return the PEFT model inside its served wrappers, or None."""
+    """Return the PEFT model inside its supported wrappers, or None."""
     while (inside := within(model)) is not None:
         model = inside
     return model if _is_adapted(model) else None
 
 
 def within(model: Any) -> Any:
-    """Return the module directly inside a served wrapper, or None."""
+    """Return the module directly inside a supported wrapper, or None."""
     return getattr(model, _SERVED.get(plain_class(type(model)).__name__, ""), None)
 
 
@@ -69,10 +69,10 @@ def reshard(model: Any) -> None:
 def check_gathered(name: str, weight: Any) -> None:
     """Raise AlignmentError for a parameter that is still sharded when the module that reads it computes."""
     if hasattr(weight, "ds_id"):
-        raise AlignmentError(f"{name}: expected a whole tensor, found a part of ZeRO-3; {_FULLY_SHARD}")
+        raise AlignmentError(f"{name}: the tensor is sharded by ZeRO-3, which is not supported; {_FULLY_SHARD}")
     if hasattr(weight, "full_tensor"):  # a DTensor; torch's module for DTensors need not be loaded
         raise AlignmentError(
-            f"{name}: expected a whole tensor in the forward pass, found a DTensor with placements "
-            f"{list(weight.placements)}; call fully_shard on whole layers and on the model, not on modules inside a "
+            f"{name}: the tensor is still a DTensor in the forward pass (placements {list(weight.placements)}); call "
+            "fully_shard on whole layers and on the model, not on modules inside a "
             "layer, and do not use tensor parallelism"
         )

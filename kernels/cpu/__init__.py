@@ -16,33 +16,33 @@ MOST_HEAD_DIM = 512
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
     """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
 
-    `spec`: None to ask about the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
+    `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
     """
     from .library import library_obstacle
 
     if device.type != "cpu":
-        return f"it computes on a CPU, not on {device}"
+        return f"it runs on a CPU, not on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
-        return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
+        return f"native CPU kernels do not support {found}; {wanted}"
     if spec is not None and (unserved := _unserved(spec, dtype)):
-        return f"native CPU kernels expect {unserved}"
+        return f"native CPU kernels need {unserved}"
     return library_obstacle()
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return what the kernels expect of a decoder in this dtype and what they found instead, or an empty string."""
+    """Return what the kernels need and this decoder in this dtype does not have, or an empty string."""
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
-            return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
+            return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"
     for size in [size for experts in spec.experts for size in (experts.intermediate_size, spec.hidden_size)]:
         if size % 16:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"
-            return f"{expected}, found {size}; use the backend reference"
+            return f"{expected} (got {size}); use the backend reference"
     if spec.pieces != 1:
-        return f"products back to hidden states in 1 piece, found {spec.pieces}; use the backend reference"
+        return f"products back to hidden states in 1 piece (got {spec.pieces}); use the backend reference"
     for role, own in spec.own_dtypes(dtype).items():
-        return f"all weights in {dtype}, found {role} in {own}; use the backend reference"
+        return f"all weights in {dtype} (got {role} in {own}); use the backend reference"
     return ""

@@ -76,7 +76,7 @@ class PackedWeight:
     def copy_(self, source: Tensor | PackedWeight) -> None:
         """Store a weight, or pack a tensor on any device and of any dtype. Raise ValueError for another shape."""
         if source.shape != self.shape:
-            raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+            raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, PackedWeight):
             # Not with torch: its threads would compete with those of ops that run in other threads.
             ctypes.memmove(self.pointer, source.pointer, self.nbytes)
@@ -102,9 +102,9 @@ class PackedWeight:
         """
         end = start + length
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
-            raise ValueError(f"weight: expected rows in multiples of {PANEL_ROWS}, found [{start}, {end}) of dim {dim}")
+            raise ValueError(f"weight rows must be multiples of {PANEL_ROWS} (got [{start}, {end}) of dim {dim})")
         if not 0 <= start <= end <= self.shape[0]:
-            raise ValueError(f"weight: expected rows within [0, {self.shape[0]}), found [{start}, {end})")
+            raise ValueError(f"weight rows must be in [0, {self.shape[0]}) (got [{start}, {end}))")
         return PackedWeight(length, self.shape[1], self.data.narrow(0, start, _whole_panels(length)))
 
     def to_dense(self) -> Tensor:
@@ -120,7 +120,7 @@ class PackedWeight:
 class PackedLayers(tuple[Layer, ...]):
     """Layers with the places of their tensors: each tensor's storage, which tensors may share, and its offset there.
     `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between steps, in the
-    order of the arguments. `has_states`: whether a layer is a delta net.
+    order of the arguments. `has_states`: whether any layer is a delta net.
 
     No address is kept, since the memory of a storage may be freed and come back elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
@@ -202,8 +202,8 @@ def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, .
     """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:
-        expected = f"experts of hidden and intermediate sizes that are multiples of {PANEL_ROWS}"
-        raise ValueError(f"layers: expected {expected}, found {hidden} and {inner}; use the backend reference")
+        expected = f"multiples of {PANEL_ROWS} as hidden and intermediate sizes"
+        raise ValueError(f"layers: experts need {expected} (got {hidden} and {inner}); use the backend reference")
     return _panels(weights.gate_up), weights.gate_up_bias, _panels(weights.down), weights.down_bias
 
 
@@ -273,7 +273,7 @@ def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
         return None, 0
     if not tensor.is_contiguous():
         found = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
-        raise ValueError(f"layers: expected contiguous tensors, found one of {found}; pass tensor.contiguous()")
+        raise ValueError(f"layers: tensors must be contiguous (got {found}); pass tensor.contiguous()")
     return tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
 
 
@@ -501,8 +501,8 @@ def layers(
         return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
-            f"layers: expected {len(layers)} memories and pages, found {len(memories)} memories and {len(pages)} "
-            "pages; pass one of each for each layer"
+            f"layers: {len(layers)} layers need as many memories and pages (got {len(memories)} and {len(pages)}); "
+            "pass one of each for each layer"
         )
     if not layers:
         return x

@@ -1,7 +1,7 @@
 """The shared library of the native kernels: it lies beside this file and is loaded once.
 
 native/api.h declares the library's C interface. This module reads that file too, for the types of the functions'
-arguments. A library that was compiled from another text of it is refused.
+arguments. A library that was compiled from a different text of it is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Functions(ctypes.CDLL):
 class Library:
     """The library at a path. Each function of its C interface is an attribute, without the prefix `trueroll_`.
 
-    Raise OSError if it cannot be loaded, or was compiled from another native/api.h.
+    Raise OSError if it cannot be loaded, or was compiled from a different native/api.h.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class Library:
         """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ConfigError(f"{ISA_VARIABLE}: expected one that this machine has ({available}), found {name!r}")
+            raise ConfigError(f"{ISA_VARIABLE} must be one that this machine has, {available} (got {name!r})")
 
     if TYPE_CHECKING:
 

@@ -18,7 +18,7 @@ from ..specs import DecoderSpec
 
 Describe: TypeAlias = Callable[[dict[str, Any], str], DecoderSpec]
 """describe(raw, architecture): return the decoder that config.json describes. Raise ModelError if the file is broken or
-asks for something that is not served.
+requires something that is not supported.
 """
 
 
@@ -32,11 +32,11 @@ def families() -> dict[str, Describe]:
 def describe(raw: dict[str, Any]) -> DecoderSpec:
     """Return the decoder that `raw`, the content of config.json, describes.
 
-    Raise ModelError for an unknown architecture, for a broken file, and for settings that are not served.
+    Raise ModelError for an unknown architecture, for a broken file, and for settings that are not supported.
     """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in families():
         supported = ", ".join(sorted(families()))
-        raise ModelError(f"expected an architecture of {supported}, found {brief(name)}; serve another model")
+        raise ModelError(f"architecture must be one of {supported} (got {brief(name)}); serve another model")
     return families()[name](raw, name)

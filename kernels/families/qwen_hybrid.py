@@ -43,16 +43,14 @@ def _describe(
     rotated = 2 * len(rotation.inv_freq)
     if not 0 < rotated <= settings.head_dim:
         raise ModelError(
-            f"expected a partial_rotary_factor that rotates from 2 to all {settings.head_dim} elements of a head, "
-            f"found {brief(part)}; correct config.json"
+            f"partial_rotary_factor in config.json must rotate from 2 to all {settings.head_dim} elements of a head "
+            f"(got {brief(part)}); correct the file"
         )
     whole = rotated == settings.head_dim
     attention = settings.attention(qk_norm=norm, output_gate=True, rotated=None if whole else rotated)
     delta_net, types = _delta_net(settings, joined), settings.types(LINEAR)
     if FULL not in types:
-        raise ModelError(
-            f"expected at least one {FULL} layer in config.json, found {brief(types)}; serve another model"
-        )
+        raise ModelError(f"config.json must have at least one {FULL} layer (got {brief(types)}); serve another model")
     mixers = [delta_net if kind == LINEAR else attention for kind in types]
     layers = [LayerSpec(mixer, mlp, norm) for mixer, mlp in zip(mixers, mlps, strict=True)]
     return settings.decoder(architecture, layers, [rotation], **names)
@@ -99,7 +97,7 @@ def _with_more(describe_text: Describe) -> Describe:
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         text = raw.get("text_config")
         if not isinstance(text, dict):
-            raise ModelError(f"expected text_config in config.json to be a map, found {brief(text)}; correct the file")
+            raise ModelError(f"text_config in config.json must be a map (got {brief(text)}); correct the file")
         outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
         tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
         return describe_text(outer | text | tied, architecture)

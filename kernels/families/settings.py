@@ -25,7 +25,7 @@ from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec,
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-# Limits of sizes: several times the sizes of any published decoder, and products of sizes stay far below 2**63.
+# Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -49,8 +49,8 @@ _MOST = {
     "shared_expert_intermediate_size": 2**22,
 }
 MOST_EXPERTS = 2**16
-"""The limit that lets a uint16 hold the number of each expert."""
-# The limit of a number that scales scores. Within it, neither the number nor its inverse exceeds float32.
+"""Limit on experts, so that a uint16 can hold the number of each."""
+# Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
 # Keys that `Settings` understands in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -62,19 +62,19 @@ _ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
 def _size(name: str, **options: Any) -> Any:
     def check(size: int | None) -> None:
         if size is not None and not 1 <= size <= _MOST[name]:
-            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {brief(size)}")
+            raise ValueError(f"must be at least 1 and at most {_MOST[name]} (got {brief(size)})")
 
     return validated_field(check, **options)
 
 
 def _check_eps(eps: float) -> None:
     if not 0.0 <= eps < float("inf"):
-        raise ValueError(f"expected a finite number of at least 0, found {eps}")
+        raise ValueError(f"must be a finite number of at least 0 (got {eps})")
 
 
 def _check_scalar(scalar: float | None) -> None:
     if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
-        raise ValueError(f"expected at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR}, found {brief(scalar)}")
+        raise ValueError(f"must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})")
 
 
 @strict
@@ -140,16 +140,16 @@ class Settings(PreTrainedConfig):
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
-                f"expected {self.num_hidden_layers} layer_types of {FULL} or {other} in config.json, found "
-                f"{brief(types)}; serve another model"
+                f"config.json must have {self.num_hidden_layers} layer_types of {FULL} or {other} (got "
+                f"{brief(types)}); serve another model"
             )
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """Return `window` or None for each layer, from `types`. Raise ModelError too if a needed window is missing."""
+        """Return `window` or None for each layer, from `types`. Also raise ModelError if a needed window is missing."""
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
-            raise ModelError("expected a sliding_window in config.json, found none; correct the file")
+            raise ModelError("sliding_window is missing in config.json; correct the file")
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
@@ -173,15 +173,17 @@ class Settings(PreTrainedConfig):
         """
         if not self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS:
             raise ModelError(
-                f"expected num_experts from num_experts_per_tok = {self.num_experts_per_tok} to {MOST_EXPERTS} in "
-                f"config.json, found {brief(self.num_experts)}; serve another model"
+                f"num_experts in config.json must be from num_experts_per_tok = {self.num_experts_per_tok} to "
+                f"{MOST_EXPERTS} (got {brief(self.num_experts)}); serve another model"
             )
         return ExpertsSpec(self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size, **others)
 
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """Return a decoder of these layers. Its last norm is like theirs. `others`: further fields of the spec."""
+        """Return a decoder of these layers. Its last norm is like the layers' norms. `others`: further fields of the
+        spec.
+        """
         return DecoderSpec(
             architecture=architecture,
             dtype=self.dtype or torch.float32,
@@ -198,14 +200,14 @@ class Settings(PreTrainedConfig):
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """Return the rotation of all layers, or of the layers of one type where each type has its own.
 
-        Raise ModelError for a rotation that is not served or does not rotate.
+        Raise ModelError for a rotation that is not supported or does not rotate.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
         if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
-                f"expected a rope_type of {', '.join(SUPPORTED_ROPE)} in config.json, one for each type of layer, "
-                f"found {brief([*parameters.items()])}; serve another model"
+                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)}, one for each type of layer (got "
+                f"{brief([*parameters.items()])}); serve another model"
             )
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)
@@ -215,7 +217,7 @@ class Settings(PreTrainedConfig):
             raise _broken(error) from error
         if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
             raise ModelError(
-                f"expected rope parameters that rotate, found {brief([*parameters.items()])}; correct config.json"
+                f"rope parameters in config.json do not rotate (got {brief([*parameters.items()])}); correct the file"
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale)
 
@@ -255,7 +257,7 @@ def read_settings(
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
-        raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
+        raise ModelError(f"per_layer_config in config.json is not supported (got {found}); serve another model")
     try:
         # A copy, since `fill` changes it.
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
@@ -269,8 +271,8 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
     if method is not None and method not in served:
         wanted = " or ".join(["none", *served])
         raise ModelError(
-            f"expected a quant_method of {wanted} in quantization_config of config.json, found {brief(method)}; serve "
-            "a checkpoint in bfloat16"
+            f"quant_method in quantization_config of config.json must be {wanted} (got {brief(method)}); serve a "
+            "checkpoint in bfloat16"
         )
 
 
@@ -300,11 +302,11 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
 
 def _broken(error: Exception) -> ModelError:
     cause = said(f"{type(error).__name__}: {error}")
-    return ModelError(f"expected a model's settings in config.json, found a fault: {cause}; correct the file")
+    return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
 
 
 def expect(settings: Any, **others: Any) -> None:
-    """Raise ModelError unless `settings` ask only for what is served.
+    """Raise ModelError unless all `settings` are supported.
 
     `others`: required values of further settings. A value for one of the settings below replaces the default
     requirement.
@@ -327,11 +329,11 @@ def expect(settings: Any, **others: Any) -> None:
     }
     for name, (found, wanted) in faults.items():
         if found != wanted:
-            raise ModelError(f"expected {name} = {wanted!r} in config.json, found {brief(found)}; serve another model")
+            raise ModelError(f"{name} in config.json must be {wanted!r} (got {brief(found)}); serve another model")
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the part of a head that the rotations turn. Where they differ, return one that is not 1.0."""
+    """Return the fraction of a head that is rotated. If rotations differ, return a fraction that is not 1.0."""
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]
     return next((part for part in parts if part != 1.0), 1.0)

@@ -30,55 +30,55 @@ LEAST_CAPABILITY = (8, 0)
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
     """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
 
-    `spec`: None to ask about the ops alone.
+    `spec`: None to check the ops alone.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
-        return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
+        return f"Triton kernels do not support {found}; set dtype to bfloat16 (--dtype bfloat16)"
     if spec is not None and (unserved := _unserved(spec, dtype)):
-        return f"Triton kernels expect {unserved}; use the backend reference"
+        return f"Triton kernels need {unserved}; use the backend reference"
     if device.type == "cpu":
-        return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
+        return "" if is_interpreted() else "Triton kernels need an NVIDIA GPU (got a CPU); set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"Triton kernels expect an NVIDIA GPU, found {device}; use the backend reference"
+        return f"Triton kernels need an NVIDIA GPU (got {device}); use the backend reference"
     if is_interpreted():
-        return f"interpreted Triton kernels expect a CPU, found {device}; unset TRITON_INTERPRET"
+        return f"interpreted Triton kernels need a CPU (got {device}); unset TRITON_INTERPRET"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
-        return f"Triton kernels expect compute capability {least} or later, found {found}; use the backend reference"
+        return f"Triton kernels need compute capability {least} or later (got {found}); use the backend reference"
     return ""
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return what the kernels expect of a decoder in this dtype and what they found instead, or an empty string."""
+    """Return what the kernels need and this decoder in this dtype does not have, or an empty string."""
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved
     for role, own in spec.own_dtypes(dtype).items():
-        return f"all weights in {dtype}, found {role} in {own}"
-    return "" if spec.pieces == 1 else f"products back to hidden states in 1 piece, found {spec.pieces}"
+        return f"all weights in {dtype} (got {role} in {own})"
+    return "" if spec.pieces == 1 else f"products back to hidden states in 1 piece (got {spec.pieces})"
 
 
 def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
     """`_unserved` for a mixer."""
     if isinstance(mixer, DeltaNetSpec):
         if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
-            return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements, found {mixer.key_head_dim}"
+            return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements (got {mixer.key_head_dim})"
         if mixer.kernel_size > MOST_KERNEL_SIZE:
-            return f"a convolution of up to {MOST_KERNEL_SIZE} tokens, found {mixer.kernel_size}"
+            return f"a convolution of up to {MOST_KERNEL_SIZE} tokens (got {mixer.kernel_size})"
         return ""
     if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
-        return f"an even head size up to {MOST_HEAD_DIM}, found {mixer.head_dim}"
+        return f"an even head size up to {MOST_HEAD_DIM} (got {mixer.head_dim})"
     if (group := mixer.num_heads // mixer.num_kv_heads) > MOST_GROUP:
-        return f"up to {MOST_GROUP} heads for each key-value head, found {group}"
+        return f"at most {MOST_GROUP} heads for each key-value head (got {group})"
     return ""
 
 
 def _unserved_mlp(mlp: MlpSpec | ExpertsSpec) -> str:
     """`_unserved` for an MLP or experts."""
     if isinstance(mlp, ExpertsSpec) and mlp.num_experts > MOST_EXPERTS:
-        return f"up to {MOST_EXPERTS} experts, found {mlp.num_experts}"
+        return f"at most {MOST_EXPERTS} experts (got {mlp.num_experts})"
     return ""
 
 

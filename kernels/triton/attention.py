@@ -157,7 +157,7 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
 
 
 def _most_partitions(longest: int, window: int) -> int:
-    """Return how many partitions a query can see keys of, in a context of up to `longest` tokens."""
+    """Return the most partitions that a query sees keys of, in a context of up to `longest` tokens."""
     return min(-(-longest // PARTITION), (window + PARTITION - 2) // PARTITION + 1)
 
 

@@ -12,7 +12,7 @@ gates and stored pair by pair in float32. A last kernel adds those of a row in t
 ascending. No float is added atomically.
 
 Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
-router's product, the shared expert, and how K is summed (products.py).
+router's product, the shared expert, or how K is summed (products.py).
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _count_kept_kernel(
 ) -> None:
     """Count how many of a row's logits, in descending order, the filters keep. Meaningless for a row with NaN.
 
-    The first dropped logit drops all after it too, so that rounding leaves no gap.
+    All logits after the first dropped one are dropped too, so that rounding leaves no gap.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)

@@ -1,9 +1,9 @@
 """Compile and launch kernels, with the settings that change bits pinned.
 
 The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows about a kernel's
-arguments. So it is told the same every time: pointers are multiples of 16 bytes (checked at each launch), only the
-types of numbers are known, and anything that a layout may depend on is a constant of the kernel. `describe_settings`
-reports the compiler settings that the environment can still change.
+arguments. So the compiler gets the same information every time: pointers are multiples of 16 bytes (checked at each
+launch), only the types of numbers are known, and anything that a layout may depend on is a constant of the kernel.
+`describe_settings` reports the compiler settings that the environment can still change.
 
 A kernel is compiled for each form that it is launched in. `recording` lists forms without running them, and
 `compile_all` compiles them before they are launched. Triton's disk cache keeps them for the next process.
@@ -125,8 +125,8 @@ def _check_places(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
             raise ValueError(
-                f"launch: expected contiguous tensors at multiples of {ALIGNMENT} bytes, found one with strides "
-                f"{tensor.stride()} at {tensor.data_ptr():#x}; pass it through `aligned`"
+                f"launch: tensors must be contiguous and begin at multiples of {ALIGNMENT} bytes (got strides "
+                f"{tensor.stride()} at {tensor.data_ptr():#x}); pass them through `aligned`"
             )
 
 
@@ -174,11 +174,11 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
 
 
 def describe_fault(error: OSError) -> str:
-    """Return what to do about an error while kernels are compiled: of Triton's cache, or of a program that compiles."""
+    """Return an error text for an error during compilation, in Triton's cache or in a program of the compiler."""
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
-        return f"TRITON_CACHE_DIR: expected a writable folder for compiled kernels, found: {error}; name another folder"
-    return f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or set CC to one"
+        return f"TRITON_CACHE_DIR: cannot use this folder for compiled kernels: {error}; name another folder"
+    return f"triton: cannot run the programs that compile kernels: {error}; install a C compiler, or set CC to one"
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -12,9 +12,9 @@ A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.
 +0.0 changes no bit. Weights with fewer pieces than the weights beside them have such parts.
 
 Owns the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own
-norms, and what follows the products of q, k and v. Activations are copied if `launch` cannot take them; weights must be
-contiguous and begin at a multiple of 16 bytes. A weight may be a shard, some rows of a whole weight: it gives the bits
-of the whole weight if `full_rows` is the number of rows of the whole.
+norms, or what follows the products of q, k and v. Activations are copied if `launch` cannot use them in place; weights
+must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, some rows of a whole weight: it gives
+the bits of the whole weight if `full_rows` is the number of rows of the whole.
 
 A tile is chosen by a model of the time on an H100 (`machine`), fitted to measured times. All programs together read an
 element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features. The

@@ -234,17 +234,17 @@ def test_a_mask_without_a_token_is_an_error(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(sampled=torch.zeros(2, 3)), r"sampled: expected \[2, 4\] like log_probs, found \[2, 3\]"),
-        (dict(mask=torch.ones(4)), r"mask: expected \[2, 4\] like log_probs, found \[4\]"),
+        (dict(sampled=torch.zeros(2, 3)), r"sampled must have shape \[2, 4\] like log_probs .got \[2, 3\]"),
+        (dict(mask=torch.ones(4)), r"mask must have shape \[2, 4\] like log_probs .got \[4\]"),
         (dict(sampled=torch.full((2, 4), math.nan)), "has NaN or infinity within the mask"),
         (dict(log_probs=torch.full((2, 4), -math.inf)), "has NaN or infinity within the mask"),
-        (dict(level="sentence"), "level: expected token, sequence or geometric, found 'sentence'"),
-        (dict(level="sequence", lengths=[4, 4]), r"lengths: .* found \[4, 4\] with sum 8 for \[2, 4\]"),
-        (dict(low=1.5), "low: expected a number from 0 to 1, found 1.5"),
-        (dict(low=-0.5), "low: expected a number from 0 to 1, found -0.5"),
-        (dict(high=0.5), "high: expected a number from 1 to 3.403e.38, found 0.5"),
-        (dict(high=math.inf), "high: .* found inf"),
-        (dict(high=math.nan), "high: .* found nan"),
+        (dict(level="sentence"), "level must be token, sequence or geometric .got 'sentence'"),
+        (dict(level="sequence", lengths=[4, 4]), r"lengths must .* .got \[4, 4\] with sum 8 for \[2, 4\]"),
+        (dict(low=1.5), "low must be from 0 to 1 .got 1.5"),
+        (dict(low=-0.5), "low must be from 0 to 1 .got -0.5"),
+        (dict(high=0.5), "high must be from 1 to 3.403e.38 .got 0.5"),
+        (dict(high=math.inf), "high must .* .got inf"),
+        (dict(high=math.nan), "high must .* .got nan"),
     ],
 )
 def test_invalid_arguments_are_errors(changes: dict[str, Any], message: str) -> None:
@@ -257,10 +257,10 @@ def test_invalid_arguments_are_errors(changes: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("lengths", [None, [3, 4], [9, -1], []])
 def test_packed_sequences_need_their_lengths(lengths: Sequence[int] | None) -> None:
     zero = torch.zeros(8)
-    with pytest.raises(AlignmentError, match="lengths: expected"):
+    with pytest.raises(AlignmentError, match="lengths must"):
         truncated_weights(zero, zero, lengths=lengths, level="sequence", cap=2.0)
 
 
 def test_a_cap_below_1_is_an_error() -> None:
-    with pytest.raises(AlignmentError, match="cap: expected a number from 1 to 3.403e.38, found 0.99"):
+    with pytest.raises(AlignmentError, match="cap must be from 1 to 3.403e.38 .got 0.99"):
         truncated_weights(torch.zeros(1), torch.zeros(1), cap=0.99)

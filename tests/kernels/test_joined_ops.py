@@ -131,7 +131,7 @@ def test_pieces_of_a_product_are_added_as_a_balanced_tree(k: int, pieces: int, d
 
 @pytest.mark.parametrize("pieces", [0, -1, 3, 6])
 def test_the_number_of_pieces_is_a_power_of_two(pieces: int) -> None:
-    with pytest.raises(ConfigError, match=f"expected a power of two, found {pieces}"):
+    with pytest.raises(ConfigError, match=f"pieces must be a power of two .got {pieces}"):
         reference.project_back(randn(2, 12), randn(3, 12), pieces=pieces)
 
 

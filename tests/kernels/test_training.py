@@ -673,7 +673,7 @@ def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -
 def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     with_adapter(model)
-    with pytest.raises(AlignmentError, match="expected nn.Linear or .* found Adapter"):
+    with pytest.raises(AlignmentError, match="must be nn.Linear or .* .got Adapter"):
         token_log_probs(model, IDS)
 
 
@@ -703,9 +703,7 @@ def first_choice() -> None:
     training._select_backend.cache_clear()
 
 
-FLOAT16_NOTE = (
-    "native CPU kernels expect float32 or bfloat16, found float16; set dtype to bfloat16 (--dtype bfloat16) or float32"
-)
+FLOAT16_NOTE = "native CPU kernels do not support float16; set dtype to bfloat16 (--dtype bfloat16) or float32"
 
 
 def test_a_fallback_is_logged_as_a_worker_logs_it(
@@ -738,7 +736,7 @@ def test_a_backend_that_was_asked_for_is_not_logged(
 
 
 def test_aligned_with_refuses_an_unaligned_model(tiny_llama: Path) -> None:
-    with pytest.raises(AlignmentError, match="expected an aligned one, .* call align"):
+    with pytest.raises(AlignmentError, match="model is not aligned .*; call align"):
         aligned_with(load(tiny_llama))
 
 
@@ -791,7 +789,7 @@ def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     model.model.layers[1].mlp.up_proj.weight.ds_id = 7
     with pytest.raises(
-        AlignmentError, match="layers.1.mlp.up_proj.weight: .* a part of ZeRO-3; shard with .*fully_shard"
+        AlignmentError, match="layers.1.mlp.up_proj.weight: .* sharded by ZeRO-3.*; shard with .*fully_shard"
     ):
         token_log_probs(model, IDS)
 
@@ -814,7 +812,7 @@ def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) ->
 def test_a_wrapper_that_drops_the_question_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     model.forward = lambda *args, **kwargs: {"logits": torch.zeros(1)}
-    with pytest.raises(AlignmentError, match="expected a wrapper that passes `question` on .* found dict"):
+    with pytest.raises(AlignmentError, match="wrapper must pass `question` on .* .got a dict"):
         token_log_probs(model, IDS)
 
 
@@ -852,7 +850,7 @@ REFUSED_MODELS: dict[str, Callable[[Any], object]] = {
     "hidden_act": lambda model: setattr(model.config, "hidden_act", "gelu"),
     "rope_type": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
     "sliding_window": lambda model: setattr(model.config, "layer_types", ["sliding_attention"] * 2),
-    "one that is not aligned": lambda model: align(model, "cpu"),
+    "already aligned": lambda model: align(model, "cpu"),
 }
 
 
@@ -861,23 +859,23 @@ def test_a_model_that_the_ops_do_not_compute_is_refused(tiny_qwen2: Path, featur
     model = load(tiny_qwen2)
     REFUSED_MODELS[feature](model)
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(AlignmentError, match=f"{feature}.*expected .*found|expected .*{feature}"):
+    with pytest.raises(AlignmentError, match=feature):
         align(model)
     assert [type(module) for module in model.modules()] == classes, "nothing is half aligned"
 
 
 def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
-    with pytest.raises(AlignmentError, match="expected one of .*LlamaForCausalLM.*found GPT2LMHeadModel"):
+    with pytest.raises(AlignmentError, match="must be one of .*LlamaForCausalLM.* .got GPT2LMHeadModel"):
         align(transformers.GPT2LMHeadModel(config))
     model = load(tiny_llama)
-    with pytest.raises(ConfigError, match="backend: expected one of auto, cpu, triton, reference, found 'gpu'"):
+    with pytest.raises(ConfigError, match="backend must be one of auto, cpu, triton, reference .got 'gpu'"):
         align(model, "gpu")
     with pytest.raises(AlignmentError, match="call align"):
         token_log_probs(model, IDS)
-    with pytest.raises(AlignmentError, match="expected an aligned one"):
+    with pytest.raises(AlignmentError, match="model is not aligned .*unalign"):
         unalign(model)
-    with pytest.raises(AlignmentError, match="found a DataParallel; use DistributedDataParallel"):
+    with pytest.raises(AlignmentError, match="wrapper DataParallel is not supported .*; use DistributedDataParallel"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)
-    with pytest.raises(AlignmentError, match="found a OptimizedModule; do not use torch.compile"):
+    with pytest.raises(AlignmentError, match="wrapper OptimizedModule is not supported .*; do not use torch.compile"):
         token_log_probs(torch.compile(load(tiny_llama, backend="cpu")), IDS)

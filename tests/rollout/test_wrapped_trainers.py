@@ -100,10 +100,10 @@ def test_merged_weights_are_the_trained_ones(told: list[dict[str, Any]]) -> None
 
 
 WORDS = {
-    "sharded inside": "layers.1.mlp.gate_proj.weight: expected a whole tensor .* not on modules inside a layer",
-    "fsdp1": "found a FullyShardedDataParallel; shard with torch.distributed.fsdp.fully_shard",
-    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* do not use tensor parallelism",
-    "wide head": "lm_head.weight: expected torch.bfloat16 like the hidden states, found torch.float32",
+    "sharded inside": "layers.1.mlp.gate_proj.weight: .* still a DTensor .* not on modules inside a layer",
+    "fsdp1": "wrapper FullyShardedDataParallel is not supported .*; shard with torch.distributed.fsdp.fully_shard",
+    "tensor parallel": "layers.0.mlp.up_proj.weight: .* still a DTensor .* do not use tensor parallelism",
+    "wide head": "lm_head.weight must be torch.bfloat16 like the hidden states .got torch.float32",
 }
 
 

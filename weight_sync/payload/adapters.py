@@ -1,4 +1,4 @@
-"""The tensors that a push with adapters must bring. Imports no torch."""
+"""The tensors that a push with adapters must carry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ such as a gate, its A alone has more elements than the weight."""
 class Adapted:
     """The `Parameters` of a push with adapters.
 
-    A push of adapters alone brings only the parameters that have no base; any other push brings all parameters. Both
-    bring A and B for each weight with an adapter.
+    An adapters-only push carries only the parameters that `Adapters.base` does not list; any other push carries all
+    parameters. Both carry A and B for each weight with an adapter.
     """
 
     dtype: str
@@ -35,10 +35,10 @@ class Adapted:
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """Return the tensors that a push with `adapters` must bring to a worker that wants `wanted` without adapters.
+    """Return the tensors that a push with `adapters` must carry for a worker that wants `wanted` without adapters.
 
-    Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in a push of
-    adapters alone, or if A and B have too many elements together.
+    Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in an
+    adapters-only push, or if A and B have too many elements together.
     """
     base, adapted = dict(adapters.base or ()), {name for name, *_ in adapters.weights}
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
@@ -58,8 +58,8 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
     if found > most:
         raise PushError(
-            f"adapters: A and B have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times those of all weights); "
-            "push the merged weights"
+            f"adapters: A and B have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times the elements of all "
+            "weights); push the merged weights"
         )
     parts = {} if adapters.is_alone else wanted.parts
     return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored)

@@ -1,9 +1,10 @@
-"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must bring.
+"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must carry.
 
 Owns the vocabulary that publisher, protocol and receiver share, the texts of errors about names, and the checksum of
 host memory. A push carries every parameter of the model exactly once, whole or in parts, in the dtype in which the
-worker holds it. A push of adapters alone names the parameters that stay unchanged instead. Tensors are cut into pieces
-of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no torch.
+worker holds it. An adapters-only push carries only some parameters, and lists the parameters that stay unchanged.
+Tensors are cut into pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded
+size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROW_MULTIPLE = 16
 ALIGNMENT = 64
 """A piece begins at a multiple of this many bytes in its bucket."""
 MOST_UNDER_WAY = 2
-"""Limit on the buckets that a trainer has announced and that the workers have not answered yet."""
+"""Limit on buckets in flight: announced by the trainer, but not yet acknowledged by the workers."""
 MAX_NAME_CHARS = 512
 MAX_PATH_CHARS = 4096
 MOST_PIECES = 8192
@@ -32,7 +33,7 @@ MOST_PIECES = 8192
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 LAST_VERSION = 2**63 - 2
-"""The greatest weight version. 2**63 - 1, the greatest int64, is refused because no version could follow it."""
+"""The largest weight version. 2**63 - 1, the largest int64, is refused because no version could follow it."""
 Version = Annotated[int, Field(ge=0, le=LAST_VERSION)]
 Checksum = Annotated[int, Field(ge=0, lt=2**64)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -90,8 +91,8 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 class Bucket(_Part):
     """`num_bytes` bytes that travel together, and their pieces. `index`: number of the bucket in its push, from 0.
 
-    In host memory each piece has a checksum of its bytes. In the memory of a GPU all pieces are `Rows`, and the bucket
-    has one checksum of all its bytes instead, gaps between pieces included: `word_sum` (see `tensors.word_sum`).
+    In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
+    checksum of all its bytes instead, gaps between pieces included: `word_sum` (see `tensors.word_sum`).
     """
 
     index: Count
@@ -104,9 +105,9 @@ CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group around the store at `host`:`port`. Rank 0 broadcasts the buckets; the reader has rank `rank`.
+    """A process group that meets at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has rank `rank`.
 
-    `backend`: gloo for buckets in host memory, nccl for buckets in the memory of GPUs.
+    `backend`: gloo for buckets in host memory, nccl for buckets in GPU memory.
     """
 
     kind: Literal["collective"] = "collective"
@@ -127,7 +128,7 @@ class SharedSource(_Part):
 
 
 class CudaIpcSource(_Part):
-    """Memory of the GPU `gpu`, shared through the CUDA IPC handle `handle`, with slots as in `SharedSource`."""
+    """Memory of the GPU `gpu`, shared through the CUDA IPC handle `handle`. For slots see `SharedSource`."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
     gpu: Gpu
@@ -144,7 +145,7 @@ class DiskSource(_Part):
 
 
 class LentSource(_Part):
-    """The staged weights of another worker of the same `kin`, lent to be mapped as they lie in memory.
+    """The staged weights of another worker of the same `kin`, lent for this worker to map without a copy.
 
     They are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as descriptor
     `fd`. The source has no buckets.
@@ -167,13 +168,13 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place and the text of the first fault, shortened. Slow for values that can have many faults."""
+    """Return the location and message of the first validation error, shortened. Slow if there can be many errors."""
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 
 
 def _checksums(values: Any) -> dict[str, int]:
-    """Validate a map of checksums. Stop at the first fault, since pydantic would describe them all."""
+    """Validate a map of checksums. Stop at the first error, since pydantic would describe every one."""
     if not isinstance(values, dict):
         raise ValueError("expected a map")
     for name, value in values.items():
@@ -186,7 +187,7 @@ _AS_IT_IS = PlainSerializer(lambda value: value)
 
 
 def _scales(values: Any) -> tuple[tuple[str, int, float], ...]:
-    """Validate rows of name, rank and scale. Stop at the first fault, as `_checksums` does."""
+    """Validate rows of name, rank and scale. Stop at the first error, as `_checksums` does."""
     for value in _rows(values, 3):
         name, rank, scale = value
         if type(rank) is not int or not 1 <= rank < 2**16 or type(scale) is not float or not math.isfinite(scale):
@@ -205,9 +206,9 @@ def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
     names: set[str] = set()
     for value in values:
         if not isinstance(value, list | tuple) or len(value) != length or not isinstance(value[0], str):
-            raise ValueError(f"expected a name and {length - 1} other values, found {value!a:.80}")
+            raise ValueError(f"each row must have a name and {length - 1} other values (got {value!a:.80})")
         if value[0] in names:
-            raise ValueError(f"the name {ascii(value[0][:80])} comes twice")
+            raise ValueError(f"the name {ascii(value[0][:80])} appears twice")
         names.add(value[0])
     return values
 
@@ -217,8 +218,8 @@ class Adapters(_Part):
     `Backend.merge`.
 
     `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push that
-    brings every parameter. In a push of adapters alone: (name, checksum) of each parameter that the push does not
-    bring. The worker then uses what these parameters were before adapters, and their bytes must have these checksums.
+    carries every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not carry.
+    For those the worker uses its own values from before adapters, and their bytes must have these checksums.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]
@@ -226,7 +227,7 @@ class Adapters(_Part):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this is a push of adapters alone, which brings no base weights."""
+        """Return whether this push is adapters-only: it carries no base weights."""
         return self.base is not None
 
 
@@ -257,9 +258,9 @@ _MOST_WORDS = 32
 
 
 class Parameters(Protocol):
-    """The parameters that a push must bring.
+    """The parameters that a push must carry.
 
-    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters that have another one. `parts`: parts that may come
+    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters with a different dtype. `parts`: parts that may come
     instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
     """
 
@@ -282,7 +283,7 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):
-        raise PushError(f"push: {list_names(doubled)} came both whole and in parts; leave one out")
+        raise PushError(f"push: tensors sent both whole and in parts: {list_names(doubled)}; leave one out")
     missing = sorted(name for name in wanted.shapes if name not in names and name not in parts)
     missing += [
         next(part for part in spellings.parts(name) if part not in came)
@@ -307,7 +308,7 @@ def own_dtypes(wanted: Parameters) -> dict[str, str]:
 def describe_unknown(name: str, wanted: Parameters) -> str:
     """Return an error text for a name that is not a parameter, with what to do."""
     if name in wanted.tied:
-        return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send that tensor alone"
+        return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send only that tensor"
     if name in wanted.ignored:
         return f"tensor {name}: is not used by the worker's model; leave it out"
     spellings, words = spellings_of(wanted), name.split(".")[:_MOST_WORDS]
@@ -315,12 +316,12 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
     inner = next((inner for inner in inners if spellings.shape(inner) is not None), None)
     if inner is not None:
         prefix = name.removesuffix(inner)[:80]
-        return f"tensor {name:.80}: unknown, but {inner} is known; push what is inside the wrapper that adds {prefix!r}"
+        return f"tensor {name:.80}: unknown, but {inner} is known; push the module inside the wrapper ({prefix!r})"
     return f"tensor {name:.80}: unknown to the worker's model; check that trainer and worker have the same model"
 
 
 def describe_tie(name: str, other: str) -> str:
-    """Return an error text for a tensor with other values than the tensor to which the worker has tied it."""
+    """Return an error text for a tensor that differs from the tensor to which the worker has tied it."""
     return (
         f"tensor {name}: differs from {other}, but the worker has tied the two; tie them in the trainer too, or serve "
         "a model with a config.json that does not tie them"
@@ -328,6 +329,6 @@ def describe_tie(name: str, other: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return up to ten of the names, and the number of names beyond these."""
+    """Return a text with at most ten of the names, and the number of names left out."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The messages of a push, and the types that all messages of the wire protocol are made of.
+"""The messages of a push, and the base types of all messages of the wire protocol.
 
 `rollout.protocol` adds these messages to its unions and owns their form on the wire. Imports no torch.
 """
@@ -29,17 +29,17 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. It ends a push that was under way before.
+    """Call that begins a push of weights. It ends any push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
     - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
       that the worker had before adapters.
     - `allow_older`: accept a version that is not later than the served one.
-    - `in_place`: write into the live weights, if there is no memory for a second set. From the opening of the source
-      until the commit nothing is generated.
+    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates nothing
+      from the time the source is open until the commit.
     - `in_flight`: with `in_place`, what happens to running requests. `drain` may take `drain_timeout` seconds.
-    - `lends`: put the weights where workers of the same kin can map them too.
-    - `timeout`: maximum of each other wait of this push, in seconds.
+    - `lends`: put the weights into memory that other workers of the same kin can map.
+    - `timeout`: limit on every other wait in this push, in seconds.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -60,7 +60,7 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push brings every tensor whole, and no adapters."""
+        """Return whether the push carries every tensor whole, and no adapters."""
         return self.base is None and self.adapters is None
 
 
@@ -85,7 +85,7 @@ class VerifyPush(Message):
 class CommitPush(Message):
     """Call that asks to serve the verified weights from the next step on.
 
-    `timeout`: maximum of a `drain` of running requests, in seconds.
+    `timeout`: limit on a `drain` of running requests, in seconds.
     """
 
     type: Literal["commit_push"] = "commit_push"
@@ -96,7 +96,7 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. An unknown push counts as aborted. A committed push stays so, and the reply says it."""
+    """Call that aborts a push. An unknown push counts as aborted. A committed push stays committed: see the reply."""
 
     type: Literal["abort_push"] = "abort_push"
     id: Id
@@ -109,16 +109,16 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """What a push must bring, and which weights are served.
+    """The parameters that a push must carry, and which weights the worker serves.
 
-    - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that come in another one.
+    - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: for each stack of matrices (one for each expert) that may come in parts instead: the names of the parts
       of one matrix, in the order of their rows. All parts have the same number of rows. `{}` stands for the number of
       the expert.
     - `tied`: names that are copies of a parameter, with the name of that parameter. `ignored`: further names that may
       be left out.
-    - `push_id`: id of the served push; None for the model's own checkpoint, or if no complete weights are there.
+    - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot.
     - `instance`: see `Health`.
@@ -142,8 +142,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping;
-    None before the commit. `lent`: where the weights are, from a worker that has verified a push with `lends`.
+    `state`, `weight_version`: state and version of the worker. `pause_seconds`: how long the commit kept the engine
+    from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push with
+    `lends`.
     """
 
     type: Literal["push_status"] = "push_status"
@@ -157,7 +158,7 @@ class PushStatus(Message):
 
 
 class PushProgress(Message):
-    """A push under way, as `Health` shows it. `bytes_staged` and `seconds` count from the beginning of the push."""
+    """A push in progress, as `Health` reports it. `bytes_staged` and `seconds` count from the start of the push."""
 
     push_id: PushId
     weight_version: Count

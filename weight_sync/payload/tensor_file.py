@@ -1,8 +1,8 @@
-"""Reader for a safetensors file that may be wrong, or may change while it is read: the header, then tensor by tensor.
+"""Reader for a safetensors file that may be invalid or may change while it is read: first the header, then each tensor.
 
 Owns the checks of the header, which is read once. Does not own the file. Promises that every length and offset is
-checked before it is used, and that a file which is cut short is an error. The file is read by calls, during which other
-threads run. It is never mapped, since an access to a missing part of a mapped file would end the process.
+checked before it is used, and that a truncated file raises an error. The file is read with system calls, during which
+other threads run. It is never mapped, since access to a missing part of a mapped file would kill the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Count = Annotated[Count, Strict()]
 
 
 class TensorEntry(BaseModel):
-    """Place of a tensor: the bytes [begin, end) behind the header, given by `data_offsets`."""
+    """Location of a tensor: the bytes [begin, end) after the header, given by `data_offsets`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,8 +50,8 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have another one,
-    by name. `entries`: the tensors in the order of their bytes.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have a different
+    dtype, by name. `entries`: the tensors in the order of their bytes.
 
     Raise PushError with `path` if this is not a whole safetensors file with such tensors, or if its header has more
     than `max_header_bytes`.
@@ -95,7 +95,7 @@ class TensorFile:
             values.pop(_METADATA, None)
             entries = [TensorEntry.model_validate(_named(name, value)) for name, value in values.items()]
         except ValidationError as error:
-            raise self._wrong(f"its header has a wrong tensor ({first_fault(error)})") from None
+            raise self._wrong(f"its header has an invalid tensor ({first_fault(error)})") from None
         except (ValueError, RecursionError) as error:
             raise self._wrong(f"its header cannot be read ({error!s:.200})") from None
         return sorted(entries, key=lambda entry: entry.data_offsets)
@@ -110,7 +110,7 @@ class TensorFile:
             expected = math.prod(entry.shape) * dtype_named(own).itemsize
             self._expect(entry.num_bytes == expected, f"{found}, but its shape takes {expected} bytes")
             end = entry.data_offsets[1]
-        self._expect(end == num_bytes, f"it has {num_bytes} bytes behind its header, but its tensors have {end}")
+        self._expect(end == num_bytes, f"it has {num_bytes} bytes after its header, but its tensors take {end}")
 
     def _expect(self, holds: bool, found: str) -> None:
         if not holds:
@@ -123,7 +123,7 @@ class TensorFile:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name appears twice")
     return values
 
 

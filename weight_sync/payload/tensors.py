@@ -37,7 +37,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
-    """Return a function from the name of a tensor (parameter, part or other) to its dtype in a push."""
+    """Return a function that maps the name of a tensor (parameter, part or other) to its dtype in a push."""
     common, own = dtype_named(wanted.dtype), {name: dtype_named(each) for name, each in own_dtypes(wanted).items()}
     return lambda name: own.get(name, common)
 
@@ -48,14 +48,14 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def raw_bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements of a contiguous tensor in host memory as integers of equal bits: a flat view."""
+    """Return the elements of a contiguous tensor in host memory as integers with the same bits: a flat view."""
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
 def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
     """Return the `checksum` of bytes in host memory, and whether the numbers from byte `start` on are all finite.
 
-    `dtype`: dtype of these numbers. It takes one pass over memory, at a small part of the cost of `isfinite`.
+    `dtype`: dtype of these numbers. The check takes one pass over memory, and a fraction of the time of `isfinite`.
     """
     values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
     hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True
@@ -68,7 +68,7 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     """Return whether numbers with these bits are all finite. `infinity`: the bits of infinity."""
-    # Among unsigned numbers the negative infinity and NaNs are the greatest, among signed ones the positive.
+    # As unsigned integers, negative infinity and negative NaNs are the largest; as signed integers, the positive ones.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
     return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
 
@@ -106,7 +106,7 @@ def word_sum(data: torch.Tensor) -> int:
 
 
 def _hash_words(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the hashes of the words that start at place `start`. int64 wraps around on every device."""
+    """Return the hashes of words, the first of which has index `start`. int64 wraps around on every device."""
     hashed = torch.arange(start, start + len(words), device=words.device).mul_(_INCREMENT).bitwise_xor_(words)
     for shift, factor in _ROUNDS:
         _xor_shifted(hashed, shift).mul_(factor)

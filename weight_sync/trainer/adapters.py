@@ -1,6 +1,6 @@
 """The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to. A checksum is computed anew only if torch's version
+Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if torch's version
 counter, or the tensor's memory, shows a change. Keeps no tensor alive.
 """
 
@@ -70,7 +70,7 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the adapters' description for workers that want these parameters.
 
-        Consumes the base weights from `tensors`, and leaves the tensors to send in it. Raise PushError for names that
+        Consumes the base weights from `tensors`, and leaves it at the tensors to send. Raise PushError for names that
         the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:

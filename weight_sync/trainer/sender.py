@@ -1,16 +1,16 @@
-"""The sending of a push: fills buckets or a folder, and announces them, until all workers have committed the weights.
+"""Send a push: fill buckets or a folder, and announce them, until all workers have committed the weights.
 
-- `Packer` owns the places of pieces in buckets. Pieces are packed in the order in which tensors come, each at a
-  multiple of `ALIGNMENT` bytes. A tensor that does not fit into the rest of a bucket is cut where a cut is allowed. A
-  bucket is larger than `bucket_bytes` only if a single block that must not be cut is larger. No bucket has more than
-  `MOST_PIECES`.
-- `Outbox` owns which of two slots is free: one is filled while the other is under way. It copies each tensor once,
+- `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which tensors come, each at a
+  multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut where a cut is
+  allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not be cut. No bucket has
+  more than `MOST_PIECES` pieces.
+- `Outbox` tracks which of two slots is free: one is filled while the other is in flight. It copies each tensor once,
   straight into its slot, and converts dtype and device on the way.
 - `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
   adapters.
 
-Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors, none of which it keeps.
-Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the workers' dtypes.
+Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. It keeps no reference
+to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from .transaction import PushSettings, Transaction
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
-"""Sizes of buckets in host memory, the fastest ones measured. New shared memory costs more than short messages, while
-a broadcast costs less per byte the longer it is."""
+"""Sizes of buckets in host memory: the fastest sizes in measurements. More shared memory costs more than more messages,
+while a broadcast costs less per byte the longer it is."""
 GPU_BUCKET_BYTES = 64 * 2**20
-"""Size of buckets in the memory of a GPU. Two exist at a time, and each costs a round of messages."""
+"""Size of buckets in GPU memory. Two exist at a time, and each costs a round of messages."""
 ADAPTER_BUCKET_BYTES = 2**20
-"""Size of buckets for adapters alone. With larger buckets the adapters fit into one, and nothing overlaps."""
+"""Size of buckets in an adapters-only push. In larger buckets all adapters would fit into one, and nothing overlap."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Cut:
 
 
 class Packer:
-    """Packs objects one after the other. Keeps only the end of the last one."""
+    """Packs objects one after the other. Stores only where the last object ends."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -227,7 +227,7 @@ class Outbox:
 
 def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
     if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
-        # A plain copy does not use torch's threads. They would take cores that the worker's side needs meanwhile.
+        # A plain copy does not use torch's threads. They would take cores that the worker's side needs at the time.
         np.copyto(place.numpy(), raw_bytes(rows))
     else:
         place.view(dtype).view(rows.shape).copy_(rows)
@@ -237,9 +237,9 @@ def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
 class _Sent:
     """State kept between pushes.
 
-    `copy`: the weights that sparse pushes are compared with. `committed`: id of the push that `copy` is of; None if it
-    was not committed. `checksums`: checksums of the weights that adapters are added to. `whole_folder`: the folder with
-    the last push of all weights, to which the adapters in later folders are added.
+    `copy`: the weights that sparse pushes are compared with. `committed`: id of the push that `copy` holds; None if
+    that push was not committed. `checksums`: checksums of the weights that adapters are added to. `whole_folder`: the
+    folder with the last push of all weights, to which the adapters in later folders are added.
     """
 
     copy: ServedCopy | None = None
@@ -273,11 +273,11 @@ class WeightSender:
     ) -> PushResult:
         """Make these workers serve the tensors, or with `adapters` the tensors that `adapters` sends.
 
-        `replies`: what each worker wants. `tensors`: iterator over the tensors; with `adapters` over
+        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors; with `adapters`, over
         `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
-        # Each worker adds adapters to weights of its own, so that there is no whole set to lend.
+        # Each worker adds adapters to its own weights, so there is no complete set to lend.
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
         common = _common(workers, replies)
@@ -301,7 +301,7 @@ class WeightSender:
     ) -> PushResult:
         """Make these workers serve the folder of an earlier push.
 
-        Raise PushError if the push fails, and ConfigError if the folder has another dtype than the workers.
+        Raise PushError if the push fails, and ConfigError if the folder's dtype differs from the workers' dtype.
         """
         wanted = _common(workers, replies)
         if manifest.dtype != wanted.dtype:
@@ -371,7 +371,7 @@ class WeightSender:
         return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
-        """Keep a process group's buffers for the next push. Call it when no transfer from them is under way."""
+        """Keep a process group's buffers for the next push. Call it when no transfer from them is in flight."""
         if self._transport == "collective":
             self._buffers = slots.slots
 
@@ -430,8 +430,8 @@ class WeightSender:
 class _Load:
     """The content of a push, and the check that it is complete.
 
-    `wanted`: the parameters that the workers want. `adapters`: description of its adapters. `mapping`: the tensors by
-    name, if they are known in advance. `tensors`: iterator over the tensors.
+    `wanted`: the parameters that the workers want. `adapters`: description of the push's adapters. `mapping`: the
+    tensors by name, if they are known in advance. `tensors`: iterator over the tensors.
     """
 
     wanted: Parameters
@@ -468,7 +468,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """Return for each worker that maps another worker's memory the position of the lender: the first of its kin."""
+    """Map the position of each worker that borrows memory to that of its lender: the first worker of its kin."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))
@@ -476,17 +476,17 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
 
 
 def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
-    """Return what all workers want, with `push_id` None if they serve different pushes.
+    """Return the parameters that all workers want, with `push_id` None if the workers serve different pushes.
 
-    Raise PushError if they want different parameters.
+    Raise PushError if the workers want different parameters.
     """
     addresses, (first, *others) = workers.addresses, replies
     fields = "dtype", "dtypes", "shapes", "parts", "tied"
     for address, other in zip(addresses[1:], others, strict=True):
         if any(getattr(other, field) != getattr(first, field) for field in fields):
             raise PushError(
-                f"worker {address} wants other parameters than {addresses[0]} (dtype {other.dtype} and "
-                f"{first.dtype}, or other shapes); use a publisher for each kind"
+                f"worker {address} wants other parameters than {addresses[0]} (dtypes {other.dtype} and "
+                f"{first.dtype}, or different shapes); use a separate publisher for each kind of worker"
             )
     is_common = all(other.push_id == first.push_id for other in others)
     return first if is_common else first.model_copy(update={"push_id": None})

@@ -13,11 +13,13 @@ from ..payload.manifest import Parameters, spellings_of
 from ..payload.tensors import INDEX_DTYPE, dtypes_of, host_chunks, raw_bits
 
 _MAX_ELEMENTS = 2**31
-"""Limit on the elements of a tensor for a list of changes, since indices are int32. Larger tensors are sent whole."""
+"""Tensors with this many elements or more are always sent whole, since the indices of changed elements are int32."""
 
 
 class ServedCopy:
-    """A copy of the tensors that workers want. Its content is undefined until `replace` was called for all of them."""
+    """A copy of the tensors that workers want. Its content is undefined until `replace` has been called for all of
+    them.
+    """
 
     def __init__(self, wanted: Parameters) -> None:
         self._kind, self._spellings, dtype_of = _kind(wanted), spellings_of(wanted), dtypes_of(wanted)
@@ -79,9 +81,9 @@ def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _most_elements(tensor: torch.Tensor) -> int:
-    """Return the number of changed elements for which their list takes at least as many bytes as the whole tensor.
+    """Return the smallest number of changed elements for which a list is no shorter than the whole tensor.
 
-    0: always send the whole tensor.
+    Return 0 if the tensor must always be sent whole.
     """
     if tensor.numel() >= _MAX_ELEMENTS:
         return 0

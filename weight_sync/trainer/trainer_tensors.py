@@ -35,7 +35,7 @@ class TrainerTensors:
     """An iterator of (name, whole tensor).
 
     `mapping`: the tensors by name if they are known in advance, else None. `is_broken`: True once the iterable has
-    raised an error, so that no more tensors come.
+    raised an error and gives no more tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -81,7 +81,7 @@ class TrainerTensors:
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Return whether this process only takes part in gathers.
 
-        It does if it is not rank 0, and the tensors are sharded or it has no workers of its own.
+        This is so on any rank but 0, if the tensors are sharded or the rank has no workers of its own.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -96,7 +96,7 @@ class TrainerTensors:
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the first tensor as it is, or the invalid item in its place; None if there is none."""
+        """Return the next tensor without consuming it. Return an invalid item unchanged; None if none is left."""
         try:
             item = self._next()
         except StopIteration:
@@ -127,14 +127,14 @@ class TrainerTensors:
         distributed.broadcast(torch.frombuffer(padded, dtype=torch.uint8).to(self._gathered_on), src=0)
 
     def hear(self) -> bytes:
-        """Return the result of the push, on another rank than 0. Waits for rank 0."""
+        """Return the result of the push, on a rank other than 0. Waits for rank 0."""
         word = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._gathered_on)
         distributed.broadcast(word, src=0)
         return word.cpu().numpy().tobytes().rstrip(b"\0")
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of wrappers, in which the tensors have Hugging Face names."""
+    """Return the module inside its wrappers, in which the tensors have Hugging Face names."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
@@ -159,7 +159,7 @@ def can_be_read_again(tensors: Tensors) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether it is a DTensor. Does not load torch's module for them."""
+    """Return whether the tensor is a DTensor. Does not import torch's DTensor module."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -180,8 +180,8 @@ def _rank() -> int:
 class Checklist:
     """The tensors that have come, checked against the parameters that the workers want.
 
-    `wanted`: the workers' parameters. `mapping`: all tensors if they are known in advance. They are then checked at
-    once. Raise PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance; they are then checked
+    immediately. Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
@@ -199,10 +199,10 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether it must be sent. Raise PushError if it is wrong or came before."""
+        """Check a tensor. Return whether it must be sent. Raise PushError if it is wrong or has come already."""
         self._check(name, tuple(tensor.shape))
         if name in self._seen:
-            raise PushError(f"tensor {name}: came twice; leave one out")
+            raise PushError(f"tensor {name}: was sent twice; leave one out")
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
             self._checksums[name] = tensor_checksum(tensor, self._dtype_of(self._wanted.tied.get(name, name)))
@@ -240,9 +240,10 @@ MOST_TOLD = 40
 class PushResult:
     """The result of a push.
 
-    `num_bytes`: bytes sent to each worker. `seconds`: time by phase. `pause_seconds`: the longest time for which the
-    commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent. `left_out`:
-    addresses of lost workers that the push went on without; other ranks than 0 get at most `MOST_TOLD` of them.
+    `num_bytes`: bytes sent to each worker. `seconds`: duration of each phase. `pause_seconds`: the longest time for
+    which the commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent.
+    `left_out`: addresses of lost workers that the push went on without; ranks other than 0 get at most `MOST_TOLD` of
+    them.
     """
 
     version: int

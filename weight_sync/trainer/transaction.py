@@ -32,7 +32,7 @@ from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, Sta
 from .targets import PushTargets, WorkerFailure
 
 ABORT_SECONDS = 5.0
-"""Maximum time for workers to answer an abort."""
+"""Maximum time for workers to answer an abort, in seconds."""
 _OF_LOST_WORKERS = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 """Errors that concern a worker, not the content of a push."""
 
@@ -61,9 +61,9 @@ class PushSettings:
 class Transaction:
     """A push of version `version` to `workers`.
 
-    `allow_older`: push even if the version is not later than a worker's. `borrowers`: position of each worker that gets
-    no buckets, with the position of the worker from which it maps the memory, once that worker has verified. `seconds`:
-    time of each phase.
+    `allow_older`: push even if the version is not later than a worker's. `borrowers`: maps the position of each worker
+    that gets no buckets to the position of its lender: the worker from which it maps the memory, once that worker has
+    verified. `seconds`: duration of each phase.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Transaction:
             replies = self._verify(self._receivers, self._num_buckets)
             if self._borrowers:
                 self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
-                self._verify(self._receivers, self._num_buckets)  # checks that none has given up meanwhile
+                self._verify(self._receivers, self._num_buckets)  # checks that no worker has given up meanwhile
 
     def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
         borrowers, calls = self._workers.at(self._borrowers), []
@@ -200,7 +200,7 @@ class Transaction:
         replies = self._abort_everywhere()
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"
         error = _kind_of(failure.errors.values())(text)
-        # A worker may fail because it was to map the memory of another worker, which is lost.
+        # A worker may also fail because the worker that was to lend it memory is lost.
         found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
         error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
         return error

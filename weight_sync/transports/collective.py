@@ -1,18 +1,17 @@
-"""Buckets by broadcast from one trainer to many workers, in a process group of their own.
+"""Broadcast buckets from one trainer to many workers, in a process group of their own.
 
 The group is separate from the trainer's default group, and each push makes a new one, so that the failure of an earlier
-push leaves no trace in it. It is a gloo group for buckets in host memory, and an NCCL group for buckets in the memory
-of GPUs, where each member has its own buckets. Traffic is neither encrypted nor authenticated: use it on a private
-network.
+push leaves no trace in it. It is a gloo group for buckets in host memory, and an NCCL group for buckets in GPU memory,
+where each member has its own buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
 each wait for a bucket ends within the timeout; peers of a dead member learn of it at once with gloo, and within the
 timeout with NCCL; `close` never waits.
 
-A failed push may leave these behind. At the trainer: a thread and the group's connections, until the timeout of the
-current broadcast. At a worker with NCCL: the same; the wait for a bucket, until its timeout; and a thread that joins
-the group, without a time limit, until NCCL has connected the members or the connection to the store ends. There are
-at most `MOST_JOINING` such threads; while there are that many, pushes through NCCL are refused.
+A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
+broadcast times out. A worker with NCCL may keep the same, a wait for a bucket until its timeout, and a thread that
+joins the group. That thread has no time limit: it ends when NCCL has connected the members, or when the connection to
+the store ends. While `MOST_JOINING` such threads exist, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
     `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
-    all workers have joined. Raise ConfigError if it is impossible to listen at `host`.
+    all workers have joined. Raise ConfigError if `host` is not an address to listen at.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GroupSlots:
         )
 
     def open(self) -> None:
-        """Begin to join the group, while the workers join."""
+        """Start to join the group in the background, while the workers join."""
         device = self.slots[0].device
         self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
 
@@ -162,7 +161,7 @@ class NcclReader:
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket that listens at `host` alone. A socket of the store's own would listen on every address."""
+    """Return a socket that listens at `host` alone. The store's own socket would listen on every address."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
@@ -178,7 +177,7 @@ def _begin_to_join_as_worker(
 ) -> Future[Any]:
     if not _places_to_join.acquire(blocking=False):
         raise PushError(
-            f"collective: {MOST_JOINING} pushes through NCCL hang while they join (limit {MOST_JOINING}); end their "
+            f"collective: {MOST_JOINING} pushes through NCCL are stuck while joining (limit {MOST_JOINING}); end their "
             "trainers, or restart the worker"
         )
     try:
@@ -269,7 +268,7 @@ def _explained() -> Iterator[None]:
 
 
 def _drop(group: Any, *held: object) -> None:
-    """Release a group on a thread, since its end waits for the current operations, at most until their timeout.
+    """Release a group on a new thread, since the release waits for current operations, at most until their timeout.
 
     `held`: operations and their memory, which a GPU may use until NCCL has aborted them.
     """

@@ -1,9 +1,9 @@
-"""Buckets in the memory of a GPU that trainer and workers share: CUDA IPC.
+"""Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
 Owns: an allocation of slots in the trainer, for one push, and a mapping of it in each worker. The driver allocates the
-memory, not torch. Torch counts references to shared memory in a file: if a worker dies, such memory is never freed, and
-the data that a worker receives would choose the place in the file that it writes to. Here the received handle goes to
-the driver alone, and the size of the opened memory is checked.
+memory, not torch. Torch counts references to shared memory in a file: if a worker died, the memory would never be
+freed, and the data that a worker receives would determine where in the file it writes. Here the received handle goes
+only to the driver, and the size of the opened memory is checked.
 
 Promises: the memory is freed when the push ends. After a failed push a worker may still have it mapped. This relies on
 the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one
@@ -203,5 +203,5 @@ class CudaIpcReader:
     def _map(self, source: CudaIpcSource, address: int) -> tuple[torch.Tensor, ...]:
         expected, found = source.slot_bytes * source.num_slots, self._driver.size(address)
         if found < expected:
-            raise PushError(f"shared: expected {expected} bytes behind the trainer's handle, found {found}; push again")
+            raise PushError(f"shared: the trainer's handle has {found} bytes, but slots take {expected}; push again")
         return tensor_at(address, expected, self._device).split(source.slot_bytes)

@@ -1,8 +1,8 @@
 """Pushes through folders. A restarted worker can catch up from such a folder.
 
-A folder is written under a name that ends in `.tmp`, and renamed once it is complete and on the disk. A folder without
-this ending is therefore complete. It holds the tensors in one safetensors file, under the name that Hugging Face
-libraries look for, and a manifest with the checksums. A parent folder is used by one publisher at a time. A worker
+A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
+without this suffix is therefore complete. It holds the tensors in one safetensors file, under the name that Hugging
+Face libraries look for, and a manifest with the checksums. A parent folder is used by one publisher at a time. A worker
 reads only what its `PushPolicy` allows, and checks everything that it reads before it uses it.
 """
 
@@ -45,8 +45,8 @@ from .policy import PushPolicy
 _MOST_TENSORS = 2**17
 """Limit on tensors in the trainer, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Modes of the folder of a push and of its files. Nobody else may write them, whatever the umask is: otherwise a worker
-would refuse the folder of its own user."""
+"""Modes of the folder of a push and of its files. No other user may write them, whatever the umask is: otherwise a
+worker would refuse the folder of its own user."""
 PRIVATE = 0o700
 """Mode of a parent folder that is created here. An existing one keeps its mode, which says which users can read it."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
@@ -54,7 +54,7 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 @dataclass
 class _Written:
-    """A tensor that is being written. `extent`: its bytes [begin, end) behind the header. `offset`: place of its next
+    """A tensor that is being written. `extent`: its bytes [begin, end) after the header. `offset`: place of its next
     byte in the file. `hash`: hash of the bytes that are written.
     """
 
@@ -183,8 +183,8 @@ class FolderReader:
             found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
             if found != (push_id, version, dtype):
                 raise PushError(
-                    f"disk: expected push, version and dtype {push_id, version, dtype} in {folder}, found "
-                    f"{found!s:.200}; give the folder of this push"
+                    f"disk: {folder} has push, version and dtype {found!s:.200}, not {push_id, version, dtype}; give "
+                    "the folder of this push"
                 )
             self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, dtypes or {}, max_bytes)
             self._opened = opened.pop_all()
@@ -205,7 +205,7 @@ class FolderReader:
 
     def _bucket(self, entry: TensorEntry) -> Bucket:
         if entry.name not in self._manifest.checksums:
-            raise PushError(f"tensor {entry.name}: {MANIFEST_FILE} has no checksum of it; write the folder again")
+            raise PushError(f"tensor {entry.name}: {MANIFEST_FILE} has no checksum for it; write the folder again")
         piece = Rows(
             name=entry.name,
             shape=entry.shape,
@@ -234,7 +234,7 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def _max_bytes(num_tensors: int) -> int:
-    """Return the limit on a manifest, and on a header, in bytes. Other threads wait while one is parsed.
+    """Return the limit on a manifest, and on a header, in bytes. Parsing one blocks all other threads.
 
     A tensor takes less than 1 KiB of either, even with the longest name and the largest numbers; most take 150 bytes.
     """
@@ -260,7 +260,7 @@ def _manifest_fields(text: bytes) -> dict[str, Any]:
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove the other pushes in the parent of the folder `kept`, except `base`, and the remains of unfinished pushes.
+    """Remove all pushes in the parent of the folder `kept` but `kept` and `base`, and the remains of unfinished pushes.
 
     `base`: the folder with the weights that the adapters in `kept` are added to.
     """

@@ -13,7 +13,7 @@ from ..payload.manifest import Bucket, Source
 class Slots(Protocol):
     """The trainer's end of a transport, for one push. `slots`: uint8 memory for one bucket each.
 
-    `has_word_sums`: True if a bucket carries a word sum instead of a checksum of each piece, as in the memory of a GPU.
+    `has_word_sums`: True if a bucket carries a word sum instead of a checksum of each piece, as in GPU memory.
     """
 
     slots: list[torch.Tensor]
@@ -36,7 +36,7 @@ class Slots(Protocol):
         ...
 
     def wait(self, slot: int) -> None:
-        """Wait until a slot is sent."""
+        """Wait until the content of a slot is sent."""
         ...
 
     def close(self) -> None: ...
@@ -46,7 +46,7 @@ class Reader(Protocol):
     """The worker's end of a transport."""
 
     def prepare(self, bucket: Bucket) -> None:
-        """Begin to fetch the bucket that is read next. The bucket before it may still be in use."""
+        """Begin to fetch the bucket that will be read next. The bucket before it may still be in use."""
         ...
 
     def read(self, bucket: Bucket) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Reader(Protocol):
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that comes without a call, with a function that reads its bytes. Check the bucket first."""
+        """Yield each bucket that comes without a call, with a function that reads its bytes. First check the bucket."""
         ...
 
     def close(self) -> None:

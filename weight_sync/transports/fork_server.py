@@ -1,4 +1,4 @@
-"""The processes that receive weights by gloo for a worker, so that a crash in gloo does not end the worker.
+"""The processes that receive weights by gloo for a worker, so that a crash in gloo does not kill the worker.
 
 `python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch once, which
 takes seconds, and forks two processes for each push, which takes milliseconds. One joins the group and receives. The
@@ -106,7 +106,7 @@ def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> No
 
 
 def _die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends. End now if `parent` is gone already."""
+    """Make the system kill this process when its parent ends. Exit now if `parent` is gone already."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:
         os._exit(1)
 
@@ -143,7 +143,7 @@ def _say(channel: socket.socket, **words: str | int) -> None:
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a peer that makes gloo abort must not fill the disk with cores
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a peer that makes gloo abort must not cause core dumps
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the watchers
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 

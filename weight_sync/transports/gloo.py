@@ -1,6 +1,6 @@
 """Gloo process groups, as trainers and the receiving processes of workers join them. Imports torch alone.
 
-Gloo connects each member to every other member at the address that the other has left in the store. It aborts the
+Gloo connects each member to every other member at the address that the other has put into the store. It aborts the
 process if a member is sent more bytes than it expects. If the store stops answering, it may wait longer than any
 timeout.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
+c10d: Any = torch.distributed  # its stores and groups are documented, but not exported
 
 STORE_SECONDS = 30.0
 """Maximum time to reach a store. The store exists before a push begins."""

@@ -35,7 +35,7 @@ from .gloo import STORE_SECONDS
 # -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a process with a single thread may fork and go on. Without these variables the libraries start more threads."""
+"""Only a single-threaded process can fork safely and go on. Without these variables the libraries start threads."""
 _MARGIN_SECONDS = 1.0
 """Extra time that gloo may take beyond its timeout to report its failure."""
 TURN_SECONDS = 0.02
@@ -135,7 +135,7 @@ class GlooReader:
     def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
         """Wait until the receiving process has done the step. Raise PushError with `trouble` if it fails.
 
-        `silence`: the reason if the process does not answer until the deadline.
+        `silence`: the reason if the process does not answer before the deadline.
         """
         while not self._is_closed():
             word = self._hear(deadline)
@@ -143,7 +143,7 @@ class GlooReader:
                 return
             if word is not None or time.monotonic() >= deadline:
                 raise PushError(f"collective: {trouble}: {_describe(word, silence)}push again")
-        raise PushError("collective: the push was given up; push again")
+        raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
         """Return the next message, {} if the process is gone, or None if none came within a turn."""

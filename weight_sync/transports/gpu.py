@@ -1,6 +1,6 @@
 """The GPU of a device, and how a push reaches workers on GPUs.
 
-Owns the choice between buckets in host memory and buckets in the memory of GPUs.
+Owns the choice between buckets in host memory and buckets in GPU memory.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: the folder that contains pushes by disk. The owner of the files does not matter. None: only folders and
-    files that belong to the worker's user and that nobody else can write.
+    `folder`: the folder that must contain all pushes by disk; the owner of the files does not matter. None: the worker
+    reads only folders and files that belong to its user and that nobody else can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
     or names. Names are compared, not looked up.
@@ -87,7 +87,7 @@ class PushPolicy:
         return os.open(folder, _FOLDER)
 
     def _open_in(self, parent: int, names: Sequence[str]) -> list[FileIO]:
-        """Open the files, then check the open files themselves, so that nobody can exchange them in between."""
+        """Open the files, then check the open files themselves, so that nobody can replace them in between."""
         if self.folder is None:
             _check_owner(os.fstat(parent), "the folder")
         with ExitStack() as opened:

@@ -140,8 +140,8 @@ def _attach(source: SharedSource) -> mmap.mmap:
     try:
         status = os.fstat(file)
         if status.st_size != size or status.st_uid != os.geteuid():
-            found = f"{status.st_size} of user {status.st_uid}"
-            raise PushError(f"shared: expected {size} bytes of user {os.geteuid()} in {source.name}, found {found}")
+            found = f"{status.st_size} bytes of user {status.st_uid}"
+            raise PushError(f"shared: {source.name} has {found}, not {size} bytes of user {os.geteuid()}")
         return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(file)

@@ -1,7 +1,7 @@
 """The worker's side of adapters: the check that they fit its weights, their merge, and checksums of weights.
 
-Owns nothing. The work for a push goes weight by weight, each in a `guarded` context, which raises if the push is
-closed.
+Owns nothing. The weights of a push are processed one by one, each in a `guarded` context, which raises `Closed` if the
+push is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
-    """Make `staging` expect adapters. Raise OtherBaseError if they come alone and their base differs in any bit."""
+    """Make `staging` expect adapters. Raise OtherBaseError if `adapters.base` differs from `weights` in any bit."""
     if adapters.base is not None:
         _check_base(dict(adapters.base), weights, guarded)
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
@@ -33,8 +33,8 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
         with guarded():
             if not staging.merge(name) and reject_nonfinite:
                 raise PushError(
-                    f"tensor {name}: expected finite values (or reject_nonfinite=False), found infinities or NaN in "
-                    "the sum with its adapter; nothing of this push is served"
+                    f"tensor {name}: the sum with its adapter has infinities or NaN (set reject_nonfinite=False to "
+                    "accept them); nothing of this push is served"
                 )
 
 

@@ -51,13 +51,13 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set elements. `indices`: flat, int64. Copies both tensors at once, since their memory is used again."""
+        """Set elements. `indices`: flat, int64. Copies both tensors at once, since their memory is reused."""
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Expect adapters of these weights: for each (name of A, name of B, rank, scale).
 
-        `alone`: the weights do not come, and the adapters are added to what the worker had before adapters.
+        `alone`: the push has no base weights; the adapters are added to the worker's weights from before adapters.
         """
         ...
 
@@ -71,7 +71,7 @@ class StagingArea(Protocol):
 
 
 class KeptBase(Protocol):
-    """A worker's weights before adapters. `checksums`: checksums of its parameters that are known already."""
+    """A worker's weights before adapters. `checksums`: the checksums computed so far, by parameter."""
 
     @property
     def checksums(self) -> dict[str, int]: ...
@@ -117,7 +117,7 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """Return all weights that another worker of this kin lends. Raise OSError if they are not there."""
+        """Return all weights that another worker of this kin lends. Raise OSError if they are no longer there."""
         ...
 
 
@@ -155,7 +155,7 @@ class Assembly:
             _expect(piece.num_bytes == expected, piece, f"{expected} bytes", piece.num_bytes)
             _expect(piece.offset % ALIGNMENT == 0, piece, f"a multiple of {ALIGNMENT} as offset", piece.offset)
             end = piece.offset + piece.num_bytes
-            _expect(end <= bucket.num_bytes, piece, f"an end within the bucket's {bucket.num_bytes} bytes", end)
+            _expect(end <= bucket.num_bytes, piece, f"its end within the bucket's {bucket.num_bytes} bytes", end)
             if bucket.word_sum is None:
                 _expect(piece.checksum is not None, piece, "a checksum of the piece or of its bucket", "none")
             else:
@@ -168,7 +168,7 @@ class Assembly:
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Raise PushError unless the bytes of a checked bucket with a word sum are correct. Writes nothing.
 
-        Synchronizes their GPU once, and once more if values must be finite.
+        Synchronizes the GPU once, and once more if values must be finite.
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
@@ -201,7 +201,7 @@ class Assembly:
             self._inspect_elements(piece, tally, data)
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Write an inspected piece into the staging. `data`: its bytes, in memory that is used again afterwards."""
+        """Write an inspected piece into the staging. `data`: its bytes, in memory that is reused afterwards."""
         tally, values = self._tallies[piece.name], self._values(piece, data)
         if isinstance(piece, Rows):
             self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))
@@ -226,14 +226,19 @@ class Assembly:
         _expect(piece.shape == shape, piece, f"shape {list(shape)}", list(piece.shape))
         if isinstance(piece, Rows):
             end = piece.start + piece.length
-            _expect(end <= shape[0] and piece.length > 0, piece, f"some of {shape[0]} rows", f"[{piece.start}, {end})")
+            _expect(
+                end <= shape[0] and piece.length > 0,
+                piece,
+                f"a range of its {shape[0]} rows",
+                f"[{piece.start}, {end})",
+            )
             if len(shape) == 2:
                 _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a multiple of {ROW_MULTIPLE} as start", piece.start)
         else:
             _expect(self._is_sparse, piece, "rows, since this push has no base", "elements")
             most = min(piece.total, math.prod(shape))
             _expect(piece.count <= most, piece, f"at most {most} elements", piece.count)
-            _expect(piece.count > 0 or piece.total == 0, piece, "some elements", 0)
+            _expect(piece.count > 0 or piece.total == 0, piece, "at least one element", 0)
 
     def _num_bytes(self, piece: Piece) -> int:
         itemsize = self._dtype_of(piece.name).itemsize
@@ -246,7 +251,7 @@ class Assembly:
         tally = self._tallies.get(piece.name)
         if tally is None:
             return self._tallies.setdefault(piece.name, _Tally(piece.kind, expected))
-        _expect(not tally.is_whole, piece, "each tensor once", "it twice")
+        _expect(not tally.is_whole, piece, "the tensor once", "it twice")
         _expect(tally.kind == piece.kind, piece, f"more {tally.kind}", piece.kind)
         _expect(tally.expected == expected, piece, f"a total of {tally.expected}", expected)
         return tally

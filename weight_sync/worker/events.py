@@ -1,4 +1,4 @@
-"""The events that a push's receiver sends to the worker. Imports no torch: a worker answers before it has loaded it."""
+"""The events that a push's receiver sends to the worker. Imports no torch: a worker answers before torch is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..payload.messages import PushPhase
 class Reached:
     """The call `id` is done, and the push has reached `phase`: begun, staged or verified.
 
-    `lent`: where others find the verified weights, if they are lent.
+    `lent`: where other workers find the verified weights, if they are lent.
     """
 
     id: str
@@ -25,7 +25,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. Nothing was written yet, and nothing is until `Receiver.proceed`."""
+    """The source of a push in place is open. Nothing has been written, and nothing is until `Receiver.proceed`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ PushEvent: TypeAlias = Opened | Reached | Broken
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a push. `started`: time on the clock of `time.monotonic`."""
+    """Progress of a push. `started`: start time by `time.monotonic`."""
 
     phase: PushPhase
     bytes_staged: int

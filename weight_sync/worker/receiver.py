@@ -1,4 +1,4 @@
-"""The worker's side of a push: one thread that takes it from begin to its end.
+"""The worker's side of a push: one thread that runs the push from begin to end.
 
 - `CallQueue` owns the pending calls of the push.
 - `Writing` owns whether the push may still write, which its thread and the thread that closes it must agree on.
@@ -89,8 +89,8 @@ class CallQueue:
             call = self._queue.get(timeout=self._patience)
         except queue.Empty:
             raise DeadlineError(
-                f"push {self._begin.push_id}: no call came within {self._patience} s; the trainer has died or hangs, "
-                "and may push again"
+                f"push {self._begin.push_id}: no call came within {self._patience} s, since the trainer has died or "
+                "hangs; push again"
             ) from None
         self._patience = self._begin.timeout
         return call
@@ -165,12 +165,12 @@ class Intake:
         self._early: StageBucket | None = None
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Stage the bucket of a call, and a next one that came too early. Yield the id of each call that is done.
+        """Stage the bucket of a call, then the next bucket if its call came early. Yield the id of each finished call.
 
         Raise PushError for a bucket out of order.
         """
         if self._early is None and call.bucket.index == self.num_buckets + 1:
-            self._early = call  # the call before it was lost with a connection, and is sent again
+            self._early = call  # the previous call was lost with a connection, and will be sent again
             return
         self._take(call.bucket)
         yield call.id
@@ -192,7 +192,7 @@ class Intake:
 
     def _take(self, bucket: Bucket) -> None:
         if bucket.index != self.num_buckets:
-            raise PushError(f"bucket: expected bucket {self.num_buckets}, found bucket {bucket.index}; push again")
+            raise PushError(f"bucket: expected bucket {self.num_buckets}, got bucket {bucket.index}; push again")
         self._assembly.check(bucket)
         data = self._reader.read(bucket)
         self._prepare_next()
@@ -200,7 +200,7 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while this one is copied. Leave errors to that bucket's turn."""
+        """Fetch the next bucket, if it is announced, while this one is copied. Its errors are reported in its turn."""
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
             with suppress(PushError):
@@ -227,7 +227,7 @@ class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
     `publish`: called on this thread with each event. `progress` may be read at any time. `staging` may be read once the
-    push is verified. Then no more calls may be taken: the worker takes the staging for the commit, and calls `close`.
+    push is verified. Then `take` no more calls: the worker takes the staging for the commit, and calls `close`.
     """
 
     def __init__(
@@ -247,17 +247,17 @@ class Receiver(threading.Thread):
         self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
-        """Take a call, to be done after the earlier ones. `Reached` follows."""
+        """Queue a call after the earlier ones. `Reached` follows when it is done."""
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writing into the live weights, which nothing reads any more. Only in place, after `Opened`."""
+        """Allow writes into the live weights, which nothing may read any more. Only in place, after `Opened`."""
         self._writing.allow_overwriting()
 
     def close(self) -> None:
         """End soon, and free all resources. Waits only until the current write of a piece or merge of a weight is done.
 
-        Nothing is written once it returns. An event that is on its way may still come.
+        Nothing is written once it returns. An event in flight may still arrive.
         """
         self._writing.close()
         self._calls.put(None)
@@ -329,7 +329,7 @@ class Receiver(threading.Thread):
         """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
-                raise PushError(f"{call.type}: came after verify_push; push again")
+                raise PushError(f"{call.type}: arrived after verify_push; push again")
             self._answer(call.id, "verified")
 
     def _wait_to_overwrite(self) -> None:
@@ -353,7 +353,7 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only their place is left to check."""
+        """Map weights that another worker has verified. Only their location remains to be checked."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(

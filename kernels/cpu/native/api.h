@@ -1,7 +1,7 @@
 // The C interface: the instruction sets of this machine, the one in use, and every op with plain pointers.
 //
 // INTERFACE is the only declaration. kernels/cpu/library.py reads it too: it calls each function with the arguments
-// declared here, and refuses a library that was compiled from another text. INTERFACE contains no preprocessor
+// declared here, and refuses a library that was compiled from a different text. INTERFACE contains no preprocessor
 // directives and no macros. Its functions take pointers, long, int and float.
 //
 // The ops' arguments (common.h) say which pointers may be null. The caller has checked all sizes. `bfloat16` is the

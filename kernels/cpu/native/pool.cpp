@@ -23,7 +23,8 @@ namespace {
 // model, and too short to be noticed.
 constexpr int SPINS = 2000;
 
-// How long a caller stays awake for the other threads' last tasks. Waking it takes at most a twentieth of this.
+// How long a caller stays awake while it waits for the other threads' last tasks. Waking a sleeping caller takes at
+// most a twentieth of this.
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds AWAKE{1};
 
@@ -65,7 +66,8 @@ class Pool {
     long size() const { return threads_; }
 
   private:
-    // Waits awake, but not for long. If another process computes on this core, the first yield takes longer.
+    // Waits awake for a short time, and returns whether all tasks are finished. If another process computes on this
+    // core, the first yield takes longer.
     bool finishes_soon(long tasks) {
         for (int spins = 0; spins < SPINS; ++spins, relax())
             if (finished_.load() == tasks) return true;
@@ -74,7 +76,8 @@ class Pool {
         return finished_.load() == tasks;
     }
 
-    // For a thread with a long task, or one that lost its core in the middle of a task and may need this core.
+    // Frees this core, since another thread has a long task, or has lost its core in the middle of a task and may need
+    // this one.
     void sleep_until_finished(long tasks) {
         std::unique_lock<std::mutex> lock(mutex_);
         caller_sleeps_.store(true);
@@ -167,7 +170,7 @@ struct Buffer {
             bytes = 0;
             data = std::aligned_alloc(64, (wanted + 63) / 64 * 64);
             if (data == nullptr) {
-                std::fprintf(stderr, "trueroll: expected %zu bytes of scratch memory, found none left\n", wanted);
+                std::fprintf(stderr, "trueroll: cannot allocate %zu bytes of scratch memory\n", wanted);
                 std::abort();
             }
             bytes = wanted;

@@ -170,7 +170,7 @@ def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
     describe_whole = families.families()[name]
     monkeypatch.setitem(families.families(), name, lambda *given: replace(describe_whole(*given), pieces=4))
     engine = make_engine(folder, backend="auto")
-    assert engine.info.backend == "reference" and "in 1 piece, found 4" in engine.info.backend_note
+    assert engine.info.backend == "reference" and "in 1 piece (got 4)" in engine.info.backend_note
     found = score(engine, ids)
     assert not np.array_equal(found, whole) and np.allclose(found, whole, atol=1e-4)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -195,31 +195,37 @@ def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, d
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
+        (dict(hidden_act="gelu"), "hidden_act .* must be 'silu' .got 'gelu'"),
         (dict(attention_bias=True), "attention_bias"),
-        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found .*dynamic"),
+        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope_type .* .got .*dynamic"),
         (
             dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
             "partial_rotary_factor",
         ),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta="x")), "in config.json, found a fault: TypeError"),
-        (dict(rope_parameters=dict(rope_type="linear", factor=None)), "in config.json, found a fault: TypeError"),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)), "rope parameters that rotate"),
+        (
+            dict(rope_parameters=dict(rope_type="default", rope_theta="x")),
+            "config.json has an invalid setting: TypeError",
+        ),
+        (dict(rope_parameters=dict(rope_type="linear", factor=None)), "config.json has an invalid setting: TypeError"),
+        (
+            dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)),
+            "rope parameters in config.json do not rotate",
+        ),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))), "one for each type of layer"),
-        (dict(rms_norm_eps=float("nan")), "in config.json, .*'rms_norm_eps'.* expected a finite number"),
-        (dict(hidden_size=2**63), "in config.json, .*'hidden_size'.* at most 1048576, found"),
-        (dict(architectures=None), "found None"),
-        (dict(architectures=5), "found None"),
-        (dict(num_attention_heads="many"), r"in config.json, .*'num_attention_heads' expected int, got str"),
-        (dict(num_attention_heads=0), "in config.json, .*'num_attention_heads'.* expected at least 1 .* found 0"),
-        (dict(vocab_size=None), r"in config.json, .*'vocab_size' expected int, got NoneType"),
-        (dict(per_layer_config={"1": {"rms_norm_eps": 1e-3}}), "expected per_layer_config = None"),
+        (dict(rms_norm_eps=float("nan")), "config.json has .*'rms_norm_eps'.* must be a finite number"),
+        (dict(hidden_size=2**63), "config.json has .*'hidden_size'.* at most 1048576 .got"),
+        (dict(architectures=None), "architecture must .* .got None"),
+        (dict(architectures=5), "architecture must .* .got None"),
+        (dict(num_attention_heads="many"), r"config.json has .*'num_attention_heads' expected int, got str"),
+        (dict(num_attention_heads=0), "config.json has .*'num_attention_heads'.* must be at least 1 .* .got 0"),
+        (dict(vocab_size=None), r"config.json has .*'vocab_size' expected int, got NoneType"),
+        (dict(per_layer_config={"1": {"rms_norm_eps": 1e-3}}), "per_layer_config in config.json is not supported"),
         (dict(head_dim=15), "head_dim"),
-        (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
-        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = None"),
-        (dict(final_logit_softcapping=30.0), "final_logit_softcapping = None"),
-        (dict(use_bidirectional_attention=True), "use_bidirectional_attention = False"),
-        (dict(sliding_window=0), "'sliding_window'.* expected at least 1 .* found 0"),
+        (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads .* must be 0 .got 1"),
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping .* must be None"),
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping .* must be None"),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention .* must be False"),
+        (dict(sliding_window=0), "'sliding_window'.* must be at least 1 .* .got 0"),
     ],
 )
 def test_unsupported_settings_are_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
@@ -232,20 +238,26 @@ def test_unsupported_settings_are_refused(tiny_llama: Path, tmp_path: Path, chan
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(layer_types=["full_attention"] * 5), "expected 2 layer_types of|number of `layer_types` .5."),
+        (dict(layer_types=["full_attention"] * 5), "must have 2 layer_types of|number of `layer_types` .5."),
         (dict(layer_types=["chunked_attention"] * 2), "layer_types of full_attention or sliding_attention"),
-        (dict(sliding_window=None), "expected a sliding_window in config.json, found none"),
-        (dict(hidden_activation="gelu"), "hidden_activation = 'gelu_pytorch_tanh'.*found 'gelu'"),
-        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected at least .* found 0"),
-        (dict(query_pre_attn_scalar=10**400), "'query_pre_attn_scalar'.* expected at least .* at most"),
-        (dict(query_pre_attn_scalar=1e-320), "'query_pre_attn_scalar'.* expected at least .* found 1e-320"),
-        (dict(query_pre_attn_scalar=None), "query_pre_attn_scalar: expected a number, found null"),
-        (dict(sliding_window_pattern=0, layer_types=None), "found a fault: ZeroDivisionError"),
+        (dict(sliding_window=None), "sliding_window is missing in config.json"),
+        (dict(hidden_activation="gelu"), "hidden_activation .* must be 'gelu_pytorch_tanh' .got 'gelu'"),
+        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* must be at least .* .got 0"),
+        (dict(query_pre_attn_scalar=10**400), "'query_pre_attn_scalar'.* must be at least .* at most"),
+        (dict(query_pre_attn_scalar=1e-320), "'query_pre_attn_scalar'.* must be at least .* .got 1e-320"),
+        (dict(query_pre_attn_scalar=None), "query_pre_attn_scalar must be a number .got null"),
+        (dict(sliding_window_pattern=0, layer_types=None), "invalid setting: ZeroDivisionError"),
         (dict(num_hidden_layers=2**40, layer_types=None), "'num_hidden_layers'.* at most 1024"),
-        (dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic", factor=2.0))), "found .*dynamic"),
-        (dict(rope_parameters=dict(sliding_attention=dict(rope_theta="x"))), "found a fault: TypeError"),
-        (dict(rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.5))), "partial_rotary_factor = 1.0"),
-        (dict(partial_rotary_factor={}), "expected partial_rotary_factor = 1.0 in config.json"),
+        (
+            dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic", factor=2.0))),
+            "rope_type .* .got .*dynamic",
+        ),
+        (dict(rope_parameters=dict(sliding_attention=dict(rope_theta="x"))), "invalid setting: TypeError"),
+        (
+            dict(rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.5))),
+            "partial_rotary_factor .* must be 1.0",
+        ),
+        (dict(partial_rotary_factor={}), "partial_rotary_factor in config.json must be 1.0"),
     ],
 )
 def test_unsupported_settings_of_windowed_layers_are_refused(

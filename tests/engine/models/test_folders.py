@@ -79,7 +79,7 @@ def test_an_unsupported_architecture_is_reported_before_pickles(folder: Path) ->
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(architectures=["OPTForCausalLM"])))
-    assert "expected an architecture of " in refusal(folder)
+    assert "architecture must be one of " in refusal(folder)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:

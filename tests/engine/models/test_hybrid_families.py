@@ -268,10 +268,10 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_served(tmp_path: Path, ti
 
 def test_a_model_with_vision_is_not_aligned(tmp_path: Path) -> None:
     model = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision(tmp_path))
-    with pytest.raises(AlignmentError, match="found Qwen3_5ForConditionalGeneration, which has more parts"):
+    with pytest.raises(AlignmentError, match="Qwen3_5ForConditionalGeneration has more parts"):
         align(model)
     for call in (unalign, aligned_with, partial(token_log_probs, input_ids=prompt(5)[None])):
-        with pytest.raises(AlignmentError, match="expected an aligned one, found a Qwen3_5ForConditionalGeneration"):
+        with pytest.raises(AlignmentError, match="model is not aligned .got a plain Qwen3_5ForConditionalGeneration"):
             call(model)
 
 
@@ -326,26 +326,26 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads % linear_num_key_heads = 0 .*found 1"),
-        ("qwen3_5", dict(linear_conv_kernel_dim=0), "'linear_conv_kernel_dim'.* expected at least 1 .* found 0"),
+        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads % linear_num_key_heads .* must be 0 .got 1"),
+        ("qwen3_5", dict(linear_conv_kernel_dim=0), "'linear_conv_kernel_dim'.* must be at least 1 .* .got 0"),
         ("qwen3_5", dict(layer_types=["sliding_attention"] * 4), "layer_types of full_attention or linear_attention"),
-        ("qwen3_5", dict(layer_types=None, full_attention_interval=0), "fault: ZeroDivisionError"),
-        ("qwen3_5", dict(layer_types=["linear_attention"] * 4), "at least one full_attention layer .* found"),
-        ("qwen3_next", dict(layer_types=None, full_attention_interval=5), "at least one full_attention layer .* found"),
+        ("qwen3_5", dict(layer_types=None, full_attention_interval=0), "invalid setting: ZeroDivisionError"),
+        ("qwen3_5", dict(layer_types=["linear_attention"] * 4), "at least one full_attention layer .got"),
+        ("qwen3_next", dict(layer_types=None, full_attention_interval=5), "at least one full_attention layer .got"),
         (
             "qwen3_5",
             dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=1.5)),
-            "elements of a head, found 1.5",
+            "elements of a head .got 1.5",
         ),
         ("qwen3_5", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.0)), "from 2 to all 16"),
-        ("qwen3_5", dict(attention_bias=True), "attention_bias = False"),
-        ("qwen3_5", dict(hidden_act="gelu"), "hidden_act = 'silu'"),
+        ("qwen3_5", dict(attention_bias=True), "attention_bias .* must be False"),
+        ("qwen3_5", dict(hidden_act="gelu"), "hidden_act .* must be 'silu'"),
         (
             "qwen3_5",
             dict(architectures=["Qwen3_5ForConditionalGeneration"]),
-            "text_config in config.json .* found None",
+            "text_config in config.json must be a map .got None",
         ),
-        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor = 1.0"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor .* must be 1.0"),
     ],
 )
 def test_unsupported_settings_are_refused(
@@ -370,7 +370,7 @@ def test_triton_names_settings_that_it_cannot_compute(tiny_qwen3_5: Path, field:
     mixers = [replace(delta_net.mixer, **{field: size}) for size in (most, most + 1)]
     fits, does_not = (replace(spec, layers=(attention, replace(delta_net, mixer=mixer))) for mixer in mixers)
     assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
-    with pytest.raises(ConfigError, match=f"expect {expected}, found {most + 1}; use the backend reference"):
+    with pytest.raises(ConfigError, match=f"need {expected} .got {most + 1}.; use the backend reference"):
         select_backend("triton", CPU, torch.bfloat16, does_not)
 
 

@@ -89,7 +89,7 @@ def test_a_weight_is_loaded_in_its_own_dtype(fine: Path, caplog: pytest.LogCaptu
     assert engine.weights.dtype == "bfloat16" and engine.weights.dtypes == dict.fromkeys(NORMS, "float32")
     assert serves(engine, fine) and "converted" not in caplog.text
     assert engine.info.backend == "reference" and "mlp_norm.before in torch.float32" in engine.info.backend_note
-    with pytest.raises(ConfigError, match="expect all weights in torch.bfloat16, found mlp_norm.before in torch.float"):
+    with pytest.raises(ConfigError, match="need all weights in torch.bfloat16 .got mlp_norm.before in torch.float"):
         make_engine(fine, backend="cpu")
     rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(fine).items()}
     before = bits(engine)
@@ -161,11 +161,11 @@ def test_an_aligned_model_computes_with_the_held_dtype(fine: Path) -> None:
 
 def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> None:
     name = NORMS[0].replace(".", r"\.")
-    with pytest.raises(AlignmentError, match=f"{name}: expected torch.float32, in which a worker .* torch.bfloat16"):
+    with pytest.raises(AlignmentError, match=f"{name} must be torch.float32, as in a worker .got torch.bfloat16"):
         align(fine_model(fine).bfloat16())
     model = fine_model(fine)
     model.model.layers[0].input_layernorm.float()
-    with pytest.raises(AlignmentError, match=r"expected all in one of .*, found torch.bfloat16 and torch.float32"):
+    with pytest.raises(AlignmentError, match="must all be in one of .* .got torch.bfloat16 and torch.float32"):
         align(model)
 
 

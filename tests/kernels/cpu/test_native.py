@@ -86,7 +86,7 @@ def test_waiting_threads_sleep_and_are_reused(pool_driver: Path, promise: str) -
 def test_an_unknown_instruction_set_is_refused() -> None:
     library = load_library()
     before = library.instruction_set()
-    with pytest.raises(ConfigError, match="expected one that this machine has .*portable.*, found 'sse2'"):
+    with pytest.raises(ConfigError, match="must be one that this machine has, .*portable.* .got 'sse2'"):
         library.choose("sse2")
     assert library.instruction_set() == before
 
@@ -129,10 +129,10 @@ def test_one_unsupported_layer_rules_out_the_kernels() -> None:
         spec = replace(decoder_spec(*layers, hidden=hidden), **changes)
         return obstacle(torch.device(device), torch.float32, spec)
 
-    assert "a multiple of 16 up to 512, found 20" in found(*layers)
+    assert "a multiple of 16 up to 512 (got 20)" in found(*layers)
     assert found(layers[0], layers[2]) == ""
-    assert found(layers[0], device="cuda") == "it computes on a CPU, not on cuda"
-    assert "intermediate and hidden sizes that are multiples of 16, found 40" in found(*odd, hidden=144)
-    assert "found 130; use the backend reference" in found(odd[0], hidden=130)
+    assert found(layers[0], device="cuda") == "it runs on a CPU, not on cuda"
+    assert "intermediate and hidden sizes that are multiples of 16 (got 40)" in found(*odd, hidden=144)
+    assert "(got 130); use the backend reference" in found(odd[0], hidden=130)
     assert found(odd[0], hidden=144) == "" == found(layers[0], hidden=130)
-    assert "in 1 piece, found 4; use the backend ref" in found(layers[0], pieces=4)
+    assert "in 1 piece (got 4); use the backend ref" in found(layers[0], pieces=4)

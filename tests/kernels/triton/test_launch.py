@@ -45,7 +45,7 @@ def test_an_unaligned_or_strided_tensor_is_refused_and_can_be_copied() -> None:
     assert memory.data_ptr() % 16 == 0
     out = torch.zeros(8)
     for elsewhere in (memory[1:], memory[::2]):
-        with pytest.raises(ValueError, match="expected contiguous tensors at multiples of 16 bytes, found .*; pass it"):
+        with pytest.raises(ValueError, match="must be contiguous and begin at multiples of 16 bytes .*; pass them"):
             launch(KERNEL, (1,), elsewhere, out, 1.0, 4, warps=1, BLOCK=32)
     launch(KERNEL, (1,), aligned(memory[1:]), out, 1.0, 8, warps=1, BLOCK=32)
     assert torch.equal(out, memory[1:])
@@ -96,11 +96,11 @@ def test_health_says_what_is_pinned_and_what_the_environment_sets(monkeypatch: p
             torch.float32,
             64,
             "1",
-            "expect bfloat16 or float16, found float32; set dtype to bfloat16 \\(--dtype bfloat16\\)",
+            "do not support float32; set dtype to bfloat16 \\(--dtype bfloat16\\)",
         ),
-        (torch.bfloat16, 63, "1", "expect an even head size up to 256, found 63"),
-        (torch.bfloat16, 258, "1", "expect an even head size up to 256, found 258"),
-        (torch.bfloat16, 64, "0", "expect an NVIDIA GPU, found a CPU; set device to cuda"),
+        (torch.bfloat16, 63, "1", "need an even head size up to 256 .got 63"),
+        (torch.bfloat16, 258, "1", "need an even head size up to 256 .got 258"),
+        (torch.bfloat16, 64, "0", "need an NVIDIA GPU .got a CPU.; set device to cuda"),
     ],
 )
 def test_what_the_kernels_do_not_serve(
@@ -116,7 +116,7 @@ def test_what_the_kernels_do_not_serve(
 def test_the_kernels_compute_products_that_lead_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spec = replace(decoder_spec(layer_spec(size=64)), pieces=4)
-    with pytest.raises(ConfigError, match="in 1 piece, found 4; use the backend ref"):
+    with pytest.raises(ConfigError, match="in 1 piece .got 4.; use the backend ref"):
         select_backend("triton", torch.device("cpu"), torch.bfloat16, spec)
     assert select_backend("auto", torch.device("cpu"), torch.bfloat16, spec).name == "reference"
 
@@ -125,7 +125,7 @@ def test_a_group_of_heads_fits_into_a_tile() -> None:
     device, rows = torch.device("cpu"), attention.ROWS
     groups = [decoder_spec(layer_spec(2 * heads, 2)) for heads in (rows, rows + 1)]
     select_backend("triton", device, torch.bfloat16, groups[0])
-    with pytest.raises(ConfigError, match="expect up to 64 heads for each key-value head, found 65; use the backend"):
+    with pytest.raises(ConfigError, match="need at most 64 heads for each key-value head .got 65.; use the backend"):
         select_backend("triton", device, torch.bfloat16, groups[1])
 
 
@@ -133,15 +133,15 @@ def test_a_program_chooses_among_all_experts() -> None:
     layer, device = layer_spec(size=64), torch.device("cpu")
     few, many = (replace(layer, mlp=ExpertsSpec(count, 2, 16)) for count in (MOST_EXPERTS, MOST_EXPERTS + 1))
     select_backend("triton", device, torch.bfloat16, decoder_spec(layer, few))
-    with pytest.raises(ConfigError, match="expect up to 1024 experts, found 1025; use the backend reference"):
+    with pytest.raises(ConfigError, match="need at most 1024 experts .got 1025.; use the backend reference"):
         select_backend("triton", device, torch.bfloat16, decoder_spec(layer, many))
 
 
 @pytest.mark.parametrize(
     ("capability", "interpreted", "reason"),
     [
-        ((7, 5), "0", "expect compute capability 8.0 or later, found 7.5; use the backend reference"),
-        ((9, 0), "1", "interpreted Triton kernels expect a CPU, found cuda; unset TRITON_INTERPRET"),
+        ((7, 5), "0", "need compute capability 8.0 or later (got 7.5); use the backend reference"),
+        ((9, 0), "1", "interpreted Triton kernels need a CPU (got cuda); unset TRITON_INTERPRET"),
         ((9, 0), "0", ""),
     ],
 )

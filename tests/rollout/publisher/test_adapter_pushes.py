@@ -254,13 +254,16 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
     [
         (dict(weights=[["nowhere.weight", 4, 1.0]]), "nowhere.weight: unknown to the worker's model"),
         (dict(weights=[["model.norm.weight", 4, 1.0]]), r"only a matrix can have an adapter \(shape \[64\]\)"),
-        (dict(weights=[[NAME, 2**16 - 1, 1.0]]), "A and B have .* elements .limit .*, 4 times those of all weights"),
+        (
+            dict(weights=[[NAME, 2**16 - 1, 1.0]]),
+            "A and B have .* elements .limit .*, 4 times the elements of all weights",
+        ),
         (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter but no base"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
         (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),
-        (dict(weights=[[NAME, 4, 1.0]] * 2), "comes twice"),
-        (dict(weights=[NAME]), "expected a name and 2 other values"),
+        (dict(weights=[[NAME, 4, 1.0]] * 2), "appears twice"),
+        (dict(weights=[NAME]), "must have a name and 2 other values"),
         (dict(weights={NAME: [4, 1.0]}), "expected an array"),
         (dict(weights=[], base=[[NAME, -1]]), r"must be an integer in \[0, 2\*\*64\)"),
         (dict(weights=[[NAME, 4, 1.0]], in_place=True), "in_place is not possible with adapters"),
@@ -294,7 +297,7 @@ def test_models_that_cannot_be_pushed_as_adapters_are_refused(
     with publishing(address, "shared") as to:
         with pytest.raises(ConfigError, match="adapters: must be False unless a PEFT model is pushed"):
             to.push(model.get_base_model(), 1, adapters=True)
-        with pytest.raises(PushError, match="lora_dropout: expected none"):
+        with pytest.raises(PushError, match="lora_dropout = 0.1 is not supported"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)
         with model.disable_adapter(), pytest.raises(PushError, match="adapters: none are enabled"):
             to.push(model, 1, adapters=True)

@@ -168,7 +168,7 @@ def test_sparse_pushes_to_stacks_with_interleaved_rows(
             lambda t: t.pop("model.layers.1.mlp.experts.5.down_proj.weight"),
             r"missing: .*\.1\..*\.5\.down_proj.weight;",
         ),
-        (lambda t: t.update({STACK: torch.zeros(8, 64, 64)}), f"{STACK} came both whole and in parts;"),
+        (lambda t: t.update({STACK: torch.zeros(8, 64, 64)}), f"both whole and in parts: {STACK};"),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.8.down_proj.weight": torch.zeros(64, 32)}),
             r"experts.8.down_proj.weight: unknown to the worker's model",
@@ -179,7 +179,7 @@ def test_sparse_pushes_to_stacks_with_interleaved_rows(
         ),
         (
             lambda t: t.update({"module.model.layers.0.mlp.experts.3.down_proj.weight": torch.zeros(64, 32)}),
-            r"but model.layers.0.mlp.experts.3.down_proj.weight is known; push what is inside .* 'module.'",
+            r"but model.layers.0.mlp.experts.3.down_proj.weight is known; push the module inside .* .'module.'",
         ),
     ],
     ids=["missing", "both", "too many", "shape", "wrapped"],

@@ -217,7 +217,7 @@ def test_a_doubled_tensor_is_refused(cluster: Cluster) -> None:
     worker = cluster.start()
     tensors = list(trainer_tensors().items())
     with cluster.publisher() as publisher:
-        with pytest.raises(PushError, match="norm.weight: came twice") as error:
+        with pytest.raises(PushError, match="norm.weight: was sent twice") as error:
             publisher.push(iter([*tensors, tensors[2]]), 1)
         assert f"{worker.address} serves version 0" in str(error.value)
     assert worker.engine.weight_version == 0 and "commit_push" not in worker.calls

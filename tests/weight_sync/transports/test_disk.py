@@ -366,7 +366,7 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "a number of 5000 digits": (file_of(b'{"a": ' + b"9" * 5000 + b"}"), "cannot be read"),
     "a list": (file_of([]), "not a JSON map"),
     "a tensor that is a number": (file_of({"a": 1}), "not a map of dtype"),
-    "a name twice": (file_of(b'{"a": %b, "a": %b}' % (2 * (json.dumps(entry(0, 8)).encode(),))), "comes twice"),
+    "a name twice": (file_of(b'{"a": %b, "a": %b}' % (2 * (json.dumps(entry(0, 8)).encode(),))), "appears twice"),
     "no dtype": (file_of({"a": {"shape": [2], "data_offsets": [0, 8]}}), "tensor 'a' is not a map of dtype"),
     "more about a tensor": (file_of({"a": entry(0, 8, strides=[1])}), "tensor 'a' is not a map of dtype"),
     "a key that is no text": (file_of(b'{"a": {"\\ud800": 1}}'), "tensor 'a' is not a map of dtype"),
@@ -391,14 +391,14 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
         "but its shape takes 0 bytes",
     ),
     "offsets beyond 63 bits": (file_of({"a": entry(0, 2**64, shape=[2])}), "'data_offsets.1'"),
-    "offsets behind the end": (file_of({"a": entry(0, 2**62)}), "8 bytes behind its header"),
+    "offsets behind the end": (file_of({"a": entry(0, 2**62)}), "8 bytes after its header"),
     "three offsets": (file_of({"a": entry(0, 8, data_offsets=[0, 4, 8])}), "'data_offsets'"),
     "a gap at the beginning": (file_of({"a": entry(4, 8)}), "but the tensor before it ends at 0"),
     "a gap": (file_of({"a": entry(0, 4), "b": entry(8, 12)}, 12), "but the tensor before it ends at 4"),
     "an overlap": (file_of({"a": entry(0, 8), "b": entry(4, 12)}, 12), "but the tensor before it ends at 8"),
     "the same bytes twice": (file_of({"a": entry(0, 8), "b": entry(0, 8)}), "but the tensor before it ends at 8"),
-    "a cut end": (file_of({"a": entry(0, 8)}, 7), "7 bytes behind its header, but its tensors have 8"),
-    "more at the end": (file_of({"a": entry(0, 8)}, 9), "9 bytes behind its header, but its tensors have 8"),
+    "a cut end": (file_of({"a": entry(0, 8)}, 7), "7 bytes after its header, but its tensors take 8"),
+    "more at the end": (file_of({"a": entry(0, 8)}, 9), "9 bytes after its header, but its tensors take 8"),
 }
 
 
@@ -558,6 +558,6 @@ def test_a_manifest_that_is_too_long_is_not_read_by_the_trainer(folder: Path) ->
 def test_the_manifest_of_another_push_is_refused(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"dtype": "x" * 10**4}))
-    with pytest.raises(PushError, match="expected push, version and dtype") as caught:
+    with pytest.raises(PushError, match="has push, version and dtype") as caught:
         open_reader(folder)
     assert len(str(caught.value)) < 1000

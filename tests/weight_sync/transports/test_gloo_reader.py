@@ -165,7 +165,7 @@ def test_a_process_that_hangs_is_given_up_within_the_timeout() -> None:
 def test_a_store_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
     monkeypatch.setattr(gloo_reader_module, "STORE_SECONDS", 0.1 if cause == "timeout" else SECONDS)
     with silent_store() as store:
-        words = {"timeout": "cannot reach the store at .*: no answer", "closed": "the push was given up"}[cause]
+        words = {"timeout": "cannot reach the store at .*: no answer", "closed": "the push was closed"}[cause]
         with pytest.raises(PushError, match=f"^collective: {words}; push again$"):
             GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: cause == "closed" and len(descendants(ME)) == 3)
 

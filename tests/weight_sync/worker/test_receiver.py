@@ -221,7 +221,7 @@ def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
 @pytest.mark.parametrize("index", [2, 7])
 def test_a_bucket_that_is_further_ahead_is_refused(feed: Feed, index: int) -> None:
     piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
-    refused(feed.stage(piece, index=index), "expected bucket 0", f"found bucket {index}")
+    refused(feed.stage(piece, index=index), "expected bucket 0", f"got bucket {index}")
 
 
 @pytest.mark.parametrize("call", ["stage", "verify"])
@@ -235,7 +235,7 @@ def test_nothing_more_is_taken_after_verify(feed: Feed, call: str) -> None:
         event = feed.verify(num_buckets=len(SHAPES) + 1)
     else:
         event = feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
-    refused(event, "came after verify_push")
+    refused(event, "arrived after verify_push")
 
 
 def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
@@ -462,7 +462,11 @@ def test_indices_ascend_over_pieces(sparse_feed: Feed) -> None:
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [(dict(count=3), "at most 2"), (dict(count=0, num_bytes=0), "some elements"), (dict(num_bytes=10), "12 bytes")],
+    [
+        (dict(count=3), "at most 2"),
+        (dict(count=0, num_bytes=0), "at least one element"),
+        (dict(num_bytes=10), "12 bytes"),
+    ],
 )
 def test_wrong_elements_are_refused(sparse_feed: Feed, change: dict[str, Any], word: str) -> None:
     piece = sparse_feed.elements("embed.weight", [3, 9], torch.ones(2, dtype=torch.bfloat16))
