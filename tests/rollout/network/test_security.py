@@ -1273,7 +1273,7 @@ def test_waiting_submissions_are_limited_in_bytes(engine: FakeEngine) -> None:
         raw.send("health", id="h")
         *errors, _ = raw.receive_until("health")
         assert {error["code"] for error in errors} == {"queue_full"}
-        assert all("of max_queued_bytes = 10000" in error["message"] for error in errors)
+        assert all("max_queued_bytes = 10000 is exceeded" in error["message"] for error in errors)
         joined, after = (
             worker.worker._book.ledger.open["b"].subscribers,
             worker.worker._book.ledger.open["a"].successors,

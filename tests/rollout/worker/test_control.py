@@ -319,7 +319,7 @@ def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
 
 def test_weights_are_written_for_a_push_by_disk(raw: RawClient, engine: FakeEngine, tmp_path: Path) -> None:
     error = ask(raw, "save_weights", folder=str(tmp_path))
-    assert error["code"] == "push_failed" and "own checkpoint, not of a push" in error["message"]
+    assert error["code"] == "push_failed" and "only pushed weights can be saved" in error["message"]
     with HandPush(raw, NEW) as push:
         push.run()
     for folder in (tmp_path / "none", tmp_path / "open"):
