@@ -169,7 +169,7 @@ def test_weights_come_from_a_checkpoint(front: Front, client: RolloutClient, cha
     assert choice["token_ids"] == after.token_ids != before.token_ids
     assert choice["weight_versions"] == [[version + 1, 0, 8]]
     refused = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 0})
-    assert refused.status_code == 409 and "is not later than" in error_of(refused)["message"]
+    assert refused.status_code == 409 and "is not newer than" in error_of(refused)["message"]
     beyond = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 2**63 - 1})
     assert beyond.status_code == 400 and error_of(beyond)["param"] == "weight_version"
     (tmp_path / "model.safetensors").write_bytes(b"no")
