@@ -442,7 +442,7 @@ class Pushes:
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # the trainer then treats this worker, and memory that it was to lend to other workers, as lost
+            raise ending()  # the trainer then treats this worker, and memory that it was to lend, as lost
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
