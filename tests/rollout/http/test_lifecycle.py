@@ -183,7 +183,7 @@ def test_no_version_follows_the_last_one(fronted: Front, running: WorkerOnThread
         publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 2**63 - 2)
     answered = fronted.post("/update_weights", {"weight_dir": str(tmp_path)})
     assert answered.status_code == 409
-    assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the last")
+    assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the largest")
 
 
 def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) -> None:
