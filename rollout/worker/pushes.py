@@ -130,9 +130,9 @@ class Operations:
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, because the engine is not "
-                    f"stepping and {count} requests are unfinished; call resume first, or, except for drain, set "
-                    "in_flight to recompute or abort",
+                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, because the engine does not "
+                    f"step ({count} unfinished requests); call resume first, or, except for drain, set in_flight to "
+                    "recompute or abort",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, since no request has begun
@@ -193,8 +193,8 @@ def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
 
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
-        f"{operation.call.type}: timed out while {num_unfinished} requests were unfinished; nothing was changed; "
-        "try again with a longer timeout, or with in_flight recompute or abort"
+        f"{operation.call.type}: timed out ({num_unfinished} unfinished requests), and nothing was changed; try again "
+        "with a longer timeout, or with in_flight recompute or abort"
     )
 
 

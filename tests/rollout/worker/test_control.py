@@ -506,7 +506,7 @@ def test_the_number_of_hanging_pushes_is_limited(raw: RawClient, hanging: Hangin
         threads = threading.active_count()
         for in_place in (False, True):
             error = push.begin(timeout=0.1, in_place=in_place)
-            assert error["code"] == "push_failed" and "4 pushes that were given up" in error["message"]
+            assert error["code"] == "push_failed" and "4 abandoned pushes" in error["message"]
         assert threading.active_count() == threads and raw.health()["state"] == "ready"
         hanging.released.set()
         wait_until(lambda: threading.active_count() == threads - pushes.MOST_ABANDONED)
