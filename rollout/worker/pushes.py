@@ -130,7 +130,7 @@ class Operations:
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, because the engine does not "
+                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, as the engine does not "
                     f"step ({count} unfinished requests); call resume first, or, except for drain, set in_flight to "
                     "recompute or abort",
                     value=count,
