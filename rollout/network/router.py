@@ -67,13 +67,13 @@ class Gate:
     - A TCP connection is closed, within about `LOOK_SECONDS`, once it has sent more than `MAX_AHEAD_BYTES` beyond its
       received messages. Such a client sends faster than the worker receives, or its message is endless.
 
-    What ZMQ tells about connections is incomplete. For each message, it tells the descriptor of the connection, and if
-    there are keys also the connection's number: the authenticator numbers connections in ascending order. For a new or
-    ended connection, the monitor tells only the descriptor. The monitor reports a connection before its first message
+    ZMQ provides incomplete information about connections. With each message comes the descriptor of its connection and,
+    if there are keys, the number that the authenticator has given to the connection, in ascending order. For a new or
+    ended connection, the monitor reports only the descriptor. The monitor reports a connection before its first message
     can be received, and reports its end before the descriptor is reused. But messages of an ended connection may stay
-    queued for long. They arrive interleaved with messages of other connections, possibly after their descriptor was
-    reused. Of two connections with the same descriptor, the one with the larger number is newer, and only the newest
-    can be open. Hence:
+    queued for a long time. They arrive interleaved with messages of other connections, possibly after the descriptor
+    was reused. Of two connections with the same descriptor, the connection with the larger number is newer, and only
+    the newest connection can be open. Hence:
 
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. For a connection that was heard before, this is possible until
@@ -129,7 +129,9 @@ class Gate:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
-                    log.warning("disconnected a client: %d bytes of its messages were not read yet", received - taken)
+                    log.warning(
+                        "disconnected a client: it sent %d bytes beyond its received messages", received - taken
+                    )
                     self._end(fd)
 
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
