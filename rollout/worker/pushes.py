@@ -83,8 +83,8 @@ class Operation:
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that answers the
       call.
-    - `opens_by`: deadline, in monotonic seconds, for the source of a push in place to open, before which the operation
-      does not run; None if no source is awaited.
+    - `opens_by`: deadline, in monotonic seconds, for opening the source of a push in place. Until the source is open,
+      the operation waits. None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
