@@ -1,8 +1,8 @@
-"""The listening socket: accept connections in bounded portions, even when file descriptors run out.
+"""The listening socket: accept a bounded number of connections at a time, even when file descriptors run out.
 
 Owns: the registration of the listener with the event loop, and a spare file descriptor. Promises that pending
-connections never starve the event loop, however many there are, and that old connections are closed for new ones when
-no descriptor is free.
+connections never starve the event loop, however many there are. When no descriptor is free, an old connection is closed
+to make room for a new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .connections import Connections
 
 ACCEPTS_PER_TURN = 16
 QUIET_SECONDS = 60.0
-"""Minimum time between two log lines about missing descriptors."""
+"""Minimum time, in seconds, between two log lines about missing descriptors."""
 RETRY_SECONDS = 0.1
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -66,8 +66,9 @@ class Acceptor:
             self._connections.open(accepted, address[:2])
 
     def _make_room(self, error: OSError) -> None:
-        """Close an old connection, or the pending one if no old one can be closed. The event loop then calls `_accept`
-        again.
+        """Close an old connection, or else the pending connection.
+
+        The event loop then calls `_accept` again.
         """
         if self._connections.is_freeing:
             return
@@ -78,7 +79,7 @@ class Acceptor:
             self._refuse_one()
 
     def _refuse_one(self) -> None:
-        """Free the spare descriptor, accept the pending connection with it, and close that connection."""
+        """Free the spare descriptor, use it to accept the pending connection, and close that connection."""
         self._drop_spare()
         try:
             accepted, _ = self._listener.accept()

@@ -1,8 +1,8 @@
-"""Answers as JSON: estimate the size of an answer before its request is accepted, and write it without delaying others.
+"""Answers as JSON: estimate the size of an answer before its request is accepted, and write answers step by step.
 
 The long lists of an answer are `Rows`, which produce their elements while they are written. Promises that one step of
-writing produces about `STEP_ENTRIES` entries, that the event loop runs other work after about every `TURN_CHARS`
-characters of long answers, and that only a part of a long answer is in memory as JSON at a time.
+writing produces about `STEP_ENTRIES` entries, that the event loop runs other work after every `TURN_CHARS` characters
+or so of a long answer, and that only a part of a long answer is in memory as JSON at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .errors import HttpError
 from .turns import Turns
 
 STEP_ENTRIES = 512
-"""Number of entries written in one step, about a millisecond. A token is one entry, and so is each of its most probable
-tokens.
+"""Number of entries written in one step, which takes about a millisecond. Each token is one entry, and so is each of
+the most probable tokens listed with it.
 """
 TURN_CHARS = 2**11
 PART_BYTES = 2**16
@@ -31,7 +31,7 @@ _CHOICE_BYTES = 512
 class TokenBytes:
     """Estimated JSON size of a token in an answer, in bytes. Most tokens take less; a few with long texts take more.
 
-    `new`: bytes per generated token. `prompt`: bytes per prompt token, for each choice.
+    `new`: bytes per generated token. `prompt`: bytes per prompt token, which count again for each choice.
     """
 
     new: int
@@ -70,10 +70,10 @@ def check_answer(
 
 
 class Rows:
-    """A list that produces its elements while it is written, and that can be written only once.
+    """A list that produces its elements while it is written. It can be written only once.
 
-    `width`: number of entries that an element counts as. None means that each element is an object that contains Rows
-    itself.
+    `width`: number of entries that each element counts as. None means that each element is an object that itself
+    contains Rows.
     """
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
@@ -81,13 +81,15 @@ class Rows:
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
-    """Return `count` elements as `Rows`, or as a list if there are few: a list is written faster."""
+    """Return `count` elements as `Rows`, or as a list if there are few, because a list is written faster."""
     return list(elements) if count * width <= STEP_ENTRIES else Rows(elements, width)
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON. Floats get the shortest digits that round-trip. Non-ASCII characters are escaped, because
-    some clients treat U+2028 and similar characters as line ends within an event.
+    """Encode a value as JSON.
+
+    Floats get the shortest digits that round-trip. Non-ASCII characters are escaped, because some clients treat U+2028
+    and similar characters in an event as line ends.
     """
     return _dumps(content).encode()
 

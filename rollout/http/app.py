@@ -64,8 +64,10 @@ class DetokenizeFields(Fields):
 
 
 class ExactRoute(Route):
-    """A route that matches its exact path only. Starlette's route also matches the path followed by a newline, and the
-    guard would check neither roles nor slots for that path.
+    """A route that matches only its exact path.
+
+    Starlette's route also matches the path followed by a newline. The guard would check neither roles nor open requests
+    for such a path.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -73,7 +75,7 @@ class ExactRoute(Route):
 
 
 class Endpoints:
-    """Handlers for the paths about the model: generation, model cards, tokenizing and detokenizing."""
+    """Handlers for the paths that concern the model: generation, model cards, tokenizing and detokenizing."""
 
     def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients, max_body_elements: int) -> None:
         self._served, self._samples, self._clients = served, samples, clients
@@ -83,8 +85,8 @@ class Endpoints:
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
         """Return the handler of an endpoint that generates.
 
-        `read`: parses the request body. `prompt_field`: name of the request field with the prompts. `has_text`: whether
-        answers contain text.
+        `read`: parses the request body. `prompt_field`: name of the request field that contains the prompts.
+        `has_text`: answers contain text.
         """
 
         async def handle(request: Request) -> Response:
@@ -92,7 +94,7 @@ class Endpoints:
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
-            # No other reference to the parsed body exists, so its memory is freed as soon as `read` is done with it.
+            # Nothing else refers to the parsed body, so its memory is freed as soon as `read` has finished with it.
             reading = read(await self._bodies.read(request), served)
             try:
                 task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
@@ -188,7 +190,7 @@ def make_app(
         Exception: _tell_fault,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    app.router.redirect_slashes = False  # a redirect would go to whatever name the request gives in `Host`
+    app.router.redirect_slashes = False  # a redirect would go to any name that the request gives in `Host`
     bodies = Bodies(config)
     counters.include(bodies.collect)
     return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})

@@ -1,8 +1,8 @@
 """Request bodies, from the first byte until they are parsed.
 
-Owns: all bytes of bodies that are incomplete or not parsed yet. Promises that each body is bounded in bytes and time,
-that all bodies together stay within a budget, and that a small body gets through even while large slow ones use up the
-budget.
+Owns: all bytes of bodies that are incomplete or not parsed yet. Promises that the length and the duration of each body
+are bounded, that all bodies together stay within a budget, and that a small body is read even while large slow bodies
+use up the budget.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request; `taken_body` then returns it. `may_be_long`: whether the limit is
-        `max_body_bytes` rather than `MAX_OTHER_BYTES`.
+        """Read the whole body of a request. Afterwards `taken_body` returns it.
 
-        Raise HttpError 413 if the body is too long, 408 if it takes too long to arrive, and 503 if it is evicted
-        because the budget is used up. Raise Gone if the client disconnects.
+        `may_be_long`: the limit is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError 413 if the body is
+        too long, 408 if it takes too long to arrive, and 503 if it is evicted because the budget is used up. Raise Gone
+        if the client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
@@ -102,8 +102,8 @@ class Bodies:
 
     def _no_room(self) -> HttpError:
         text = (
-            f"body: the server holds too many unparsed bodies (limit {self._most} bytes), and this incomplete one was "
-            "the largest and slowest; try again later, or send it faster"
+            f"body: dropped, because the unparsed bodies of all requests exceed {self._most} bytes and this incomplete "
+            "body was the largest and slowest; try again later, or send it faster"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return HttpError(503, text, limit=self._most, code="bodies_full", headers=headers)
@@ -112,8 +112,9 @@ class Bodies:
 class _Body:
     """A body that is not parsed yet.
 
-    `content`: the bytes received so far. `num_bytes`: its share of the budget. `limit`: the timeout of its read.
-    `gives_way`: whether it was evicted. The callback `let_go` gets the number of bytes that return to the budget.
+    `content`: the bytes received so far. `num_bytes`: share of the budget. `limit`: timeout of reading the body.
+    `gives_way`: True once the body was evicted. `let_go`: callback that gets the number of bytes that return to the
+    budget.
     """
 
     limit: asyncio.Timeout
@@ -125,16 +126,16 @@ class _Body:
         self.gives_way = False
 
     def let_go(self) -> None:
-        """Return its share of the budget."""
+        """Give the share of this body back to the budget."""
         self._let_go(self.num_bytes)
         self.num_bytes = 0
 
     def cost(self, now: float) -> float:
-        """Return its use of the budget in byte-seconds."""
+        """Return how much of the budget the body has used for how long, in byte-seconds."""
         return len(self.content) * (now - self._began + 0.001)
 
     def give_way(self) -> None:
-        """Evict this body: drop the bytes received so far, and stop waiting for the rest."""
+        """Evict this body: drop the bytes received so far, and stop waiting for more."""
         self.gives_way = True
         self.content.clear()
         self.let_go()
@@ -144,8 +145,10 @@ class _Body:
 
 @contextmanager
 def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
-    """Context manager that gives the body that `Bodies.read` read for this request. The body counts towards the budget
-    until the context exits. It can be taken only once, so that nothing keeps it alive longer.
+    """Context manager that provides the body that `Bodies.read` has read for this request.
+
+    The body counts towards the budget until the context exits. It can be taken only once, so that nothing keeps it
+    alive longer.
     """
     body: _Body = scope.pop(_BODY)
     try:
@@ -155,7 +158,7 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
 
 
 def drop_body(scope: MutableMapping[str, Any]) -> None:
-    """Return the body of a request to the budget if no handler has taken it."""
+    """Give the bytes of a request's body back to the budget if no handler has taken the body."""
     if _BODY in scope:
         with taken_body(scope):
             pass

@@ -10,14 +10,16 @@ from .config import HttpConfig
 from .errors import HttpError
 
 READ_BYTES = 2**15
-"""Maximum number of bytes read from a connection at a time, and buffered for requests that wait behind another one."""
+"""Maximum number of bytes read from a connection at a time, and buffered for requests that wait behind an unanswered
+request.
+"""
 CHUNK_OVERHEAD_BYTES = 16
-"""Allowed length of a chunk's size line in bytes, on average."""
+"""Allowed average length of a chunk's size line, in bytes."""
 _HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class Head:
-    """Limits the bytes and the lines of a head while it arrives."""
+    """Limits the bytes and the lines of a request's head while it arrives."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config

@@ -31,8 +31,9 @@ class Message(Fields):
 
 
 class ConversationFields(Fields):
-    """The fields that make up the prompt. `chat_template_kwargs`: arguments of the chat template, such as
-    `enable_thinking`.
+    """The fields that determine the prompt.
+
+    `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -43,8 +44,10 @@ class ConversationFields(Fields):
 
 
 class ChatFields(TextFields, ConversationFields):
-    """Fields of a chat completion. `logprobs`: return the log-prob of each token. `top_logprobs`: number of most
-    probable tokens that are returned for each token as well.
+    """Fields of a chat completion.
+
+    `logprobs`: return the log-prob of each token. `top_logprobs`: also return this many of the most probable tokens at
+    each position.
     """
 
     logprobs: bool = False
@@ -126,7 +129,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     own = checked(ChatFields, fields)
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:
-        text = "top_logprobs needs logprobs; set logprobs to true"
+        text = "top_logprobs requires logprobs; set logprobs to true"
         raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
     prompt = await token_ids_of(own, served, served.max_model_len)
     served.check_lengths([prompt], params.max_tokens, "messages")
@@ -159,8 +162,10 @@ def _token_bytes(own: ChatFields) -> TokenBytes:
 
 
 async def token_ids_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> list[int]:
-    """Return the prompt of a conversation as token ids. Raise HttpError if it has more than `most` tokens, and
-    HttpError or InvalidRequestError if its fields cannot be served.
+    """Return the prompt of a conversation as token ids.
+
+    Raise HttpError if the prompt has more than `most` tokens, and HttpError or InvalidRequestError if a field is not
+    supported.
     """
     if own.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
@@ -180,7 +185,7 @@ def _tools(own: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: content is text, and arguments of tool calls are objects."""
+    """Return a message in the form that chat templates expect: content as text, arguments of tool calls as objects."""
     told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):
         told["content"] = "\n".join(_text_of(position, part) for part in content)

@@ -1,9 +1,9 @@
 """Authentication over HTTP: API keys, and the user and the role of each key.
 
-Without a key, or with one key for all clients, every client may do everything, and all clients are one user. With a
-clients file, each key stands for a user and a role. Owns: digests of the keys, never the keys themselves, and the salts
-that keep the cached prefixes of different users apart. Promises that a key comparison takes the same time whatever the
-client sends and whichever key matches.
+Without a key, or with one key for all clients, every client may do everything, and all clients count as one user. With
+a clients file, each key stands for a user and a role. Owns: digests of the keys, but never the keys themselves; and the
+salts that keep the cached prefixes of different users apart. Promises that a key comparison takes the same time
+whatever the client sends and whichever key matches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import HttpError
 
 MOST_KEY_BYTES = 4096
 MOST_CLIENTS = 1024
-"""Limited because each request is compared with every key."""
+"""Maximum number of keys, because the key of each request is compared with all of them."""
 MOST_FILE_BYTES = 2**18
 FEWEST_KEY_CHARS = 16
 _CLIENT = "trueroll.client"
@@ -38,8 +38,9 @@ GENERATE_PATHS = {
 
 
 class Clients:
-    """The known clients. `by_key`: the client that each key stands for. If it is empty, no key is needed, and every
-    client may do everything.
+    """The known clients.
+
+    `by_key`: the client that each key stands for. If it is empty, no key is needed, and every client may do everything.
     """
 
     def __init__(self, by_key: Mapping[bytes, Client]) -> None:
@@ -48,11 +49,11 @@ class Clients:
 
     @property
     def need_key(self) -> bool:
-        """Whether requests without a key are refused."""
+        """Return whether requests without a key are refused."""
         return bool(self._by_digest)
 
     def find(self, authorization: str) -> Client | None:
-        """Return the client that this `Authorization` header belongs to; None if the header has no known key."""
+        """Return the client with the key in this `Authorization` header; None if the header has no known key."""
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")
@@ -63,10 +64,10 @@ class Clients:
         return found if scheme.lower() == "bearer" else None
 
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters with the salt that a client's request is computed with.
+        """Return the sampling parameters of a client's request with the cache salt for the worker.
 
-        By default a user's requests get a salt that no other client can name, so they share cached prefixes only with
-        each other. Requests with the same `cache_salt` share prefixes, even across users.
+        By default, the requests of a user get a salt that no other client can choose, so they share cached prefixes
+        only with each other. Requests with the same `cache_salt` share prefixes, even across users.
         """
         if client.user is None:
             return params
@@ -75,8 +76,9 @@ class Clients:
 
 
 def clients_of(config: HttpConfig) -> Clients:
-    """Return the clients of a front end with these settings. Raise ConfigError if a required key is missing, if other
-    users can read the keys, or if the clients file is invalid.
+    """Return the clients of a front end with these settings.
+
+    Raise ConfigError if a required key is missing, if other users can read the keys, or if the clients file is invalid.
     """
     key = api_key(config)
     if config.clients_file is None:
@@ -106,7 +108,7 @@ def api_key(config: HttpConfig) -> bytes | None:
     if not _is_api_key(key) or (config.api_key_file is not None and not key):
         raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct it")
     if key and config.clients_file is not None:
-        raise ConfigError(f"clients_file: cannot be combined with {where}, which has another key; give one of the two")
+        raise ConfigError(f"clients_file: cannot be combined with {where}, which has a key too; give only one of them")
     if not key and config.clients_file is None and not is_loopback(config.host):
         raise ConfigError(
             f"host: {config.host!r} is not a loopback IP and needs an API key; give --api-key-file or --clients-file, "
@@ -116,7 +118,7 @@ def api_key(config: HttpConfig) -> bytes | None:
 
 
 def _is_api_key(key: bytes) -> bool:
-    """Return whether a client can send these bytes as a key in a header."""
+    """Return whether these bytes can be sent as a key in a header."""
     return all(0x21 <= byte <= 0x7E for byte in key)
 
 
@@ -133,7 +135,7 @@ def client_of(scope: Mapping[str, Any]) -> Client:
 def check_role(client: Client, path: str) -> None:
     """Raise HttpError if the client's role does not permit this path, which must be a served one."""
     if client.role != "control" and path not in GENERATE_PATHS:
-        raise HttpError(403, f"{path} needs the role control; send a key that has it", code="forbidden")
+        raise HttpError(403, f"{path} needs the role control; use a key with this role", code="forbidden")
 
 
 def _check_key(where: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: parse prompts given as text or token ids, and write their completions."""
+"""`/v1/completions`: read prompts as text or as token ids, and write their completions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _FAIL_FAST = Field(fail_fast=True)
 
 
 class CompletionFields(TextFields):
-    """Fields of a completion. `logprobs`: return the log-prob of each token, and this many of the most probable tokens.
-    `echo`: return the prompt as well.
+    """Fields of a completion.
+
+    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position. `echo`:
+    return the prompt as well.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
@@ -155,8 +157,10 @@ def _token_bytes(own: CompletionFields) -> TokenBytes:
 async def _prefixes(
     own: CompletionFields, prompts: list[list[int]], params: Any, served: ServedModel
 ) -> list[dict[str, Any]]:
-    """Return what `echo` puts before the completions of each prompt: its text, and its log-probs if `logprobs` is
-    given. The first token of a prompt has no log-prob.
+    """Return the prefixes that `echo` adds to the completions of each prompt.
+
+    A prefix has the text of the prompt and, if `logprobs` is given, the log-probs of its tokens. The first token has
+    no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

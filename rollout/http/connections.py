@@ -1,9 +1,9 @@
-"""Connections, from accept to close: HTTP/1.1 with h11 on asyncio's sockets, and a run of the application per request.
+"""Connections, from accept to close: HTTP/1.1 with h11 on asyncio's sockets. The application runs once per request.
 
 Owns: every open connection, its timers, and its limits. Promises that:
-- no stage of a connection lasts forever: it is closed if the head does not arrive, if the client does not read, or if
-  no request follows an answer;
-- a new connection is accepted as long as an old one without a complete request can be closed for it;
+- no stage of a connection lasts forever: the connection is closed if the head does not arrive, if the client does not
+  read, or if no request follows an answer;
+- a new connection is accepted as long as an old connection without a complete request can be closed instead;
 - `/health` is answered even when all connections are busy;
 - a refused request is answered before its connection closes, and the rest of its body is dropped unparsed.
 """
@@ -37,29 +37,31 @@ from .exchange import Address, Exchange, refusal
 
 Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
 """`new`: no request yet. `idle`: the last request is answered. `body`: the request's body is incomplete. `busy`: the
-answer is under way. `closing`: incoming data is dropped, so that the client can still read the answer.
+request is being answered. `closing`: the connection is about to close and drops incoming data, so that the client can
+still read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
-"""The stages in which connections may be closed to make room: in this order, and within a stage the oldest first."""
+"""The stages in which connections may be closed to make room, in this order. Within a stage, the oldest come first."""
 
 HEALTH_PATH = b"/health"
 HEALTH_RESERVE = 64
-"""Number of connections beyond `max_connections`, on which only `/health` is answered."""
+"""Number of connections that are accepted beyond `max_connections`. On these, only `/health` is answered."""
 MOST_BY_DEFAULT = 2048
 FEWEST_WRITTEN_BYTES = 2**16
 """A connection is cut if its client reads fewer bytes than this of a waiting answer within `write_seconds`."""
 EVENTS_PER_TURN = 16
 TURN_SECONDS = 0.005
-"""How long queued work runs before the event loop gets to run other work."""
+"""Time for which queued work runs before the event loop can run other work."""
 
 log = logging.getLogger(__name__)
 
 
 def most_connections(config: HttpConfig) -> int:
-    """Return the maximum number of open connections. The other half of the process's descriptors is left for the
-    worker, files and child processes.
+    """Return the maximum number of open connections.
 
-    Raise ConfigError if the process may not open enough descriptors for `max_connections`.
+    Connections, with the reserve for `/health`, use at most half of the process's descriptors. The other half is left
+    for the connection to the worker, files and child processes. Raise ConfigError if the process may not open enough
+    descriptors for `max_connections`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = MOST_BY_DEFAULT if soft == resource.RLIM_INFINITY else max(1, soft // 2 - HEALTH_RESERVE)
@@ -67,8 +69,8 @@ def most_connections(config: HttpConfig) -> int:
         return min(room, MOST_BY_DEFAULT)
     if soft != resource.RLIM_INFINITY and config.max_connections > room:
         raise ConfigError(
-            f"max_connections: {config.max_connections} is too many, as this process may open only {soft} descriptors; "
-            f"give at most {room}, or raise the limit with `ulimit -n`"
+            f"max_connections: must be at most {room}, because this process may open only {soft} descriptors (got "
+            f"{config.max_connections}); lower it, or raise the descriptor limit with `ulimit -n`"
         )
     return config.max_connections
 
@@ -99,13 +101,16 @@ class Connections:
 
     @property
     def is_freeing(self) -> bool:
-        """Whether some connections are closed but have not freed their descriptors yet."""
+        """Return whether some connections are closed but have not freed their descriptors yet."""
         return len(self._sockets) > len(self._stages)
 
     def open(self, accepted: socket.socket, client: Address) -> None:
-        """Serve a newly accepted socket. If there are too many connections, close an old one, or else the new one."""
-        # A connection that is refused to make room stays open while its client reads the answer. So the number of
-        # connections may exceed the limit by more than one.
+        """Serve a newly accepted socket.
+
+        If there are too many connections, close an old connection, or else the new one.
+        """
+        # A connection that is refused to make room stays open while its client reads the answer. So more than one
+        # connection may be over the limit.
         num_over = len(self) - self._num_extra - self.most + 1
         is_extra = not all(self.make_room(is_extra=False) for _ in range(num_over))
         if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
@@ -136,9 +141,10 @@ class Connections:
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close the oldest connection in the first stage of `GIVES_WAY` that has one. Return whether there was one.
+        """Close the oldest connection in the first stage of `GIVES_WAY` that has any. Return whether one was closed.
 
-        `is_extra`: True considers only connections of the reserve for `/health`, False only the others, None all.
+        `is_extra`: True considers only connections of the reserve for `/health`, False only connections outside it,
+        None all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:
@@ -164,9 +170,7 @@ class Connections:
             self._all_closed.set()
 
     async def end(self, seconds: float) -> None:
-        """Let requests finish for up to `seconds`, or until `hurry` is called; then cut the rest and close all
-        connections.
-        """
+        """Let requests finish for up to `seconds`, or until `hurry` is called. Then cut all connections still open."""
         self.is_ending = True
         for stage in ("new", "idle", "closing"):
             for connection in [*self._by_stage[stage]]:
@@ -175,7 +179,7 @@ class Connections:
             async with asyncio.timeout(seconds) as self._patience:
                 await self._all_closed.wait()
         except TimeoutError:
-            log.warning("cutting %d connections: their requests did not finish in time", len(self))
+            log.warning("cutting %d connections, because their requests did not finish in time", len(self))
         finally:
             for connection in [*self._stages]:
                 connection.cut("end")
@@ -233,8 +237,9 @@ class _Turns:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. `client`, `server`: addresses of both ends. `is_extra`: whether it belongs to the reserve for
-    `/health`.
+    """One connection.
+
+    `client`, `server`: addresses of the two ends. `is_extra`: the connection belongs to the reserve for `/health`.
     """
 
     def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:
@@ -260,7 +265,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # With a limit of 0, asyncio calls `pause_writing` as soon as the kernel does not take all bytes.
+        # With a limit of 0, asyncio calls `pause_writing` as soon as the kernel does not accept all bytes.
         self._transport.set_write_buffer_limits(high=0)
         self.writable.set()
         if self._stage is None:
@@ -285,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Treat a client that closes its sending side as gone: asyncio closes the connection."""
+        """Treat a client that closes its sending side as disconnected: asyncio then closes the connection."""
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -310,7 +315,7 @@ class Connection(asyncio.BufferedProtocol):
         self.cut("room")
 
     def cut(self, reason: str) -> None:
-        """Close at once and discard unsent data."""
+        """Close immediately and discard unsent data."""
         if self._stage is None:
             return
         self._connections.closed[reason] += 1
@@ -323,7 +328,7 @@ class Connection(asyncio.BufferedProtocol):
     # Called by an `Exchange`
 
     def send(self, *events: h11.Event) -> None:
-        """Write events of the response, in one write."""
+        """Write events of the response with a single write."""
         assert self._transport is not None
         data = b"".join(self._http.send(event) or b"" for event in events)
         if data:
@@ -331,12 +336,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def awaits_continue(self) -> bool:
-        """Whether the client waits for `100 Continue` before it sends the body."""
+        """Return whether the client waits for `100 Continue` before it sends the body."""
         return self._http.they_are_waiting_for_100_continue
 
     @property
     def is_last(self) -> bool:
-        """Whether the connection closes after this request."""
+        """Return whether the connection closes after this request."""
         return self.is_extra or self._connections.is_ending
 
     def resume_reading(self) -> None:
@@ -346,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def finish(self) -> None:
-        """Go on to the next request, or close: the response is written."""
+        """Go on to the next request or close, because the response is complete."""
         self._exchange = None
         if self._stage in (None, "closing"):
             return
@@ -375,8 +380,9 @@ class Connection(asyncio.BufferedProtocol):
     # Reading
 
     def _note_received(self, data: bytes) -> None:
-        """Count received data towards the limits of the head or of the body's framing. Raise HttpError beyond a
-        limit.
+        """Count received data towards the limits of the head or of the body's framing.
+
+        Raise HttpError if a limit is exceeded.
         """
         if self._stage in ("new", "idle"):
             if self._stage == "idle" and self._head.num_bytes == 0:
@@ -465,8 +471,9 @@ class Connection(asyncio.BufferedProtocol):
             self.send(*refusal(error, self._is_head))
 
     def _linger(self) -> None:
-        """Half-close, and drop incoming data for a while. If the connection closed at once, the client could lose the
-        answer.
+        """Half-close, and drop incoming data for a while.
+
+        If the connection closed immediately, the client could lose the answer.
         """
         assert self._transport is not None
         self._move("closing")
@@ -480,7 +487,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 
     def _let_close_reset(self) -> None:
-        """Make closing reset the connection, so the client sees a cut answer and the kernel drops unsent data."""
+        """Make closing reset the connection, so that the client sees a cut answer and the kernel drops unsent data."""
         assert self._transport is not None
         at_once = struct.pack("ii", 1, 0)
         self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
@@ -506,7 +513,7 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline = asyncio.get_running_loop().call_later(seconds, then, *arguments)
 
     def _end_wait(self) -> None:
-        """Close the connection: the head did not arrive in time."""
+        """Close the connection, because the head did not arrive in time."""
         if self._head.num_bytes == 0:
             return self.cut("head")
         text = f"head: incomplete after {self._config.head_seconds:g} s; send it faster"
@@ -530,23 +537,23 @@ class Connection(asyncio.BufferedProtocol):
         self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
 
     def _count_unsent(self) -> int:
-        """Return how many bytes of the answer are still in asyncio's buffer or in the kernel's send queue."""
+        """Return the number of bytes of the answer that are still in asyncio's buffer or the kernel's send queue."""
         assert self._transport is not None
         queued = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.TIOCOUTQ, struct.pack("i", 0))
         return self._transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
 
 def _busy(why: str) -> HttpError:
-    text = f"server: out of connections ({why}); try again later"
+    text = f"server: too many connections ({why}); try again later"
     return HttpError(503, text, code="connections_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _no_room() -> bytes:
-    """Return the answer for a connection that is closed without reading a request."""
+    """Return the answer for a connection that is closed before its request is read."""
     http = h11.Connection(h11.SERVER)
     return b"".join(http.send(event) or b"" for event in refusal(_busy("including the reserve for /health"), False))
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
-    """Return the error for a request that h11 refuses. h11's text is truncated, as it may quote the request."""
+    """Return the error for a request that h11 refuses. h11's text is truncated, because it may quote the request."""
     return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")

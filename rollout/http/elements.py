@@ -1,7 +1,7 @@
-"""The cost of parsing a body, counted before it is parsed.
+"""The cost of parsing a body, computed before the body is parsed.
 
-Parsing JSON and checking its fields block the event loop. How long depends on the number of elements, and hardly on
-their length. Promises that counting itself proceeds in short steps.
+Parsing JSON and checking its fields block the event loop. The duration depends on the number of elements, and hardly on
+their length. Promises that counting itself runs in short steps.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from .errors import HttpError
 
 WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16, b".": 6}
-"""Cost of an element, by the character that marks it, in units of about 0.1 µs. A dot marks a float."""
+"""Cost of an element in units of about 0.1 µs, by the character that marks the element. A dot marks a float."""
 MAX_DIGITS = 40
-"""Maximum number of digits in a row: the time to parse a number grows with the square of its length."""
+"""Maximum number of digits in a row, because the time to parse a number grows with the square of its length."""
 _STEP_BYTES = 2**18
-"""Number of bytes counted in one step, about a millisecond."""
+"""Number of bytes counted in one step, which takes about a millisecond."""
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
@@ -27,10 +27,11 @@ _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
-    """Raise HttpError if the elements of a body cost more than `most` by `WEIGHTS`, or if a number in it has more than
-    `MAX_DIGITS` digits in a row. The content of strings does not count. Yields between steps.
+    """Check the cost of the elements of a body. Yields between steps.
 
-    `is_setting`: whether `most` is the setting `max_body_elements`; the error then says to raise it.
+    Raise HttpError if the elements cost more than `most` by `WEIGHTS`, or if a number has more than `MAX_DIGITS` digits
+    in a row. The content of strings does not count. `is_setting`: `most` is the setting `max_body_elements`, so the
+    error says to raise that setting.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
@@ -63,28 +64,31 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
 
 
 def rough_cost(body: bytearray, start: int, end: int) -> int:
-    """Return an upper bound on the cost of body[start:end]. It counts the content of strings as well, which is faster
-    and usually precise enough.
+    """Return an upper bound on the cost of body[start:end].
+
+    The content of strings counts as well. That is faster, and usually precise enough.
     """
     return sum(weight * body.count(character, start, end) for character, weight in WEIGHTS.items())
 
 
 def _has_long_number(part: bytes | bytearray) -> bool:
-    """Return whether more than `MAX_DIGITS` digits follow each other. A regular expression would take ten times as
-    long.
+    """Return whether there are more than `MAX_DIGITS` digits in a row.
+
+    A regular expression would take ten times as long.
     """
     return _LONG_NUMBER in part.translate(_AS_ZEROS)
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:
-    """Return the step without a backslash at its end that escapes the next byte, unless the step is that byte alone."""
+    """Return the step without a final backslash that escapes the next byte. A step of only one byte stays as it is."""
     num_backslashes = len(step) - len(step.rstrip(b"\\"))
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 
 
 def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
-    """Return the bytes of a step outside of strings, as uint8, and whether the step ends within a string. `in_string`:
-    whether the step begins within a string.
+    """Return the bytes of a step outside of strings, as uint8, and whether the step ends within a string.
+
+    `in_string`: the step begins within a string.
     """
     characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string

@@ -46,18 +46,18 @@ STATUSES: dict[type[TruerollError], int] = {
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _OF_PROMPT = ("prompts[", "sequences[")
-"""Prefixes of `TruerollError.field` where the worker's client reports an error about a prompt."""
+"""Prefixes of `TruerollError.field` in errors of the worker's client about a prompt."""
 
 
 class Gone(Exception):
-    """Raised when the client has disconnected, so no answer is needed."""
+    """Raised when the client has disconnected, so that no answer is needed."""
 
 
 class HttpError(TruerollError):
     """An error that is answered with `status`.
 
-    `code`: a machine-readable word. `setting`: the setting with the limit that the request exceeds; refusals are
-    counted by it. `field`, `value`, `limit`: see `TruerollError`; the body calls the field `param`.
+    `code`: a machine-readable word. `setting`: name of the setting that limits the request; refusals are counted by
+    setting. `field`, `value`, `limit`: see `TruerollError`; in the body, the field is called `param`.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class HttpError(TruerollError):
 
 
 def given_twice(name: str) -> HttpError:
-    """Return the error for a query parameter that is given twice. Parsers differ in which of the values they take."""
+    """Return the error for a query parameter that is given twice. Parsers differ in which of the values they use."""
     return HttpError(400, f"{name}: given twice in the query; give it once", field=name, code="invalid_request")
 
 
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
-    """Return the HTTP error for any exception. An unexpected one becomes a 500 that reveals no details. `prompt_field`:
-    name of the request field that contains the prompts.
+    """Return the HTTP error for any exception. An unexpected exception becomes a 500 that reveals no details.
+
+    `prompt_field`: name of the request field that contains the prompts.
     """
     if isinstance(error, HttpError):
         return error

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The part of a connection that an exchange uses. `client`, `server`: addresses of both ends. `writable`: set while
-    no sent bytes wait in the write buffer.
+    """The part of a connection that an exchange uses.
+
+    `client`, `server`: addresses of the two ends. `writable`: set while no sent bytes wait in the write buffer.
     """
 
     client: Address
@@ -53,8 +54,10 @@ class Line(Protocol):
 
 @dataclass
 class _Body:
-    """The body of a request. `content`: bytes that the application has not received yet. `is_whole`: whether the body
-    is complete. `was_told_whole`: whether the application knows that.
+    """The body of a request.
+
+    `content`: bytes that the application has not received yet. `is_whole`: the body is complete. `was_told_whole`: the
+    application knows that the body is complete.
     """
 
     content: bytearray = field(default_factory=bytearray)
@@ -63,7 +66,7 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is content, or its end, that the application has not received yet."""
+        """Return whether the application must still receive content, or the information that the body is complete."""
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 
     def take(self) -> bytes:
@@ -88,14 +91,14 @@ class Exchange:
         self._changed = asyncio.Event()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run the application until it has answered, then finish the connection's request."""
+        """Run the application until it has answered, then finish the request on the connection."""
         try:
             await app(self._scope, self._receive, self._send)
         except asyncio.CancelledError:
             raise
         except BaseException:  # a panic of a Rust library is not an Exception
             log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
-        if not self._has_ended and not self._has_left:  # cut it, so that the client sees an incomplete response
+        if not self._has_ended and not self._has_left:  # so the client sees that the response is incomplete
             self._connection.cut("broken")
         self._connection.finish()
 
@@ -111,7 +114,7 @@ class Exchange:
         self._changed.set()
 
     def leave(self) -> None:
-        """End the exchange: the client has disconnected, or the connection has answered by itself."""
+        """End the exchange, because the client has disconnected or the connection has answered itself."""
         self._has_left = True
         self._changed.set()
 
@@ -132,7 +135,7 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
-            has_more = not self._body.is_whole  # the rest of the body will not be read, so close after the answer
+            has_more = not self._body.is_whole  # the rest of the body is not read: close after the answer
             if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             self._head = _response(message["status"], headers)
@@ -148,7 +151,7 @@ class Exchange:
             await self._write()
 
     async def _write(self, *events: h11.Event) -> None:
-        """Write the head, unless it is already written, and these events. Return once the write buffer is empty."""
+        """Write the head, if it is not written yet, and these events. Return once the write buffer is empty."""
         if not self._has_left:
             head, self._head = self._head, None
             self._connection.send(*([] if head is None else [head]), *events)
@@ -174,8 +177,9 @@ def _scope(connection: Line, request: h11.Request) -> Scope:
 
 
 def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
-    """Return the events of an error response that closes the connection. `is_head`: the response has no content,
-    because it answers a HEAD request.
+    """Return the events of an error response that closes the connection.
+
+    `is_head`: the response answers a HEAD request, so it has no content.
     """
     content = encoded(error_body(error))
     headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}

@@ -1,6 +1,6 @@
-"""The fields of requests: supported ones, ignored ones, and ones that must be off.
+"""The fields of requests: supported fields, ignored fields, and fields that must be off.
 
-null counts as not given. Unknown fields, and values that are not supported, are refused with the name of the field.
+A null value counts as not given. Unknown fields and unsupported values are refused with an error that names the field.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
     *("detokenize", "output_kind", "flat_logprobs", "routed_experts_prompt_start"),
 }
-"""Hints and labels that never change an answer. `routed_experts_prompt_start` is among them because no endpoint returns
-experts.
+"""Hints and labels that never change an answer. `routed_experts_prompt_start` is included because no endpoint returns
+routed experts.
 """
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -73,7 +73,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields of other servers that are not supported here, each with the neutral values that are accepted."""
+"""Fields that other servers support and this one does not. For each field, only the listed neutral values are accepted.
+"""
 
 F = TypeVar("F", bound="Fields")
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -81,8 +82,10 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Fields(BaseModel):
-    """Base of the fields of a kind of request. Values of a wrong type and unknown fields are refused. Lists in
-    subclasses must fail fast: collecting a fault for each of a million elements would take seconds and gigabytes.
+    """Base class for the fields of a kind of request. Values of a wrong type and unknown fields are refused.
+
+    Lists in subclasses must fail fast. Otherwise an error for each of a million elements would take seconds and
+    gigabytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -90,7 +93,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, values: Any) -> Any:
-        """Keep only the first unknown field, as a request may have very many of them."""
+        """Keep only the first unknown field, because a request may have very many of them."""
         if not isinstance(values, dict) or cls.model_config.get("extra") == "allow":
             return values
         unknown = next((name for name in values if name not in cls.model_fields), None)
@@ -98,8 +101,9 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream. `include_usage`: end the stream with an event that has the token counts. The other options
-    must be off.
+    """Options of a stream.
+
+    `include_usage`: end the stream with an event that contains the token counts. The other options must be off.
     """
 
     include_usage: bool = False
@@ -117,9 +121,10 @@ class GenerationFields(Fields):
 
 
 class TextFields(GenerationFields):
-    """Fields of requests for text. `return_token_ids`: also return the token ids of prompt and completion.
-    `return_tokens_as_token_ids`: name tokens `token_id:7` in the log-probs. `skip_special_tokens`: leave special tokens
-    out of the text.
+    """Fields of requests for text.
+
+    `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: in the
+    log-probs, name a token by its id, as in `token_id:7`. `skip_special_tokens`: leave special tokens out of the text.
     """
 
     return_token_ids: bool = False
@@ -128,8 +133,10 @@ class TextFields(GenerationFields):
 
 
 def given(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that have an effect: without null, ignored fields, and fields of `OFF` at a neutral value.
-    Raise HttpError if a field of `OFF` has another value.
+    """Return the fields that have an effect.
+
+    Leave out fields with null, ignored fields, and fields of `OFF` with a neutral value. Raise HttpError if a field of
+    `OFF` has another value.
     """
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name in [name for name in fields if name in OFF]:
@@ -149,13 +156,13 @@ def is_same(value: Any, expected: Any) -> bool:
 
 
 def unsupported(name: str, expected: str, value: Any) -> HttpError:
-    """Return the error for a field with an unsupported value. `expected`: the supported values, for the text."""
+    """Return the error for a field with an unsupported value. `expected`: the supported values, as text."""
     text = f"{name}: {brief(value)} is not supported; leave it out, or set it to {expected}"
     return HttpError(400, text, field=name, value=value, code="unsupported_parameter")
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
-    """Validate fields as those of a kind of request. Raise HttpError if they are invalid."""
+    """Validate the fields of a request as an object of class `kind`. Raise HttpError if they are invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -165,9 +172,10 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
 
 
 def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
-    """Remove the sampling parameters and the seed from `fields` and return them. `max_tokens`: the default. The
-    parameters ask for log-probs of the distribution that tokens are drawn from. Raise InvalidRequestError if a value is
-    invalid.
+    """Remove the sampling parameters and the seed from `fields`, and return them.
+
+    `max_tokens`: the default. The parameters request log-probs under the distribution that tokens are drawn from. Raise
+    InvalidRequestError if a value is invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
@@ -177,7 +185,8 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
 
 
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
-    """Return these parameters with log-probs of the drawn tokens and of the `num_top` most probable ones; with None,
-    without log-probs.
+    """Return the parameters with a request for log-probs of the drawn tokens and of the `num_top` most probable tokens.
+
+    None means no log-probs at all.
     """
     return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))

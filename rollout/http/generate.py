@@ -14,7 +14,9 @@ from .pieces import Piece, Task, Usage, ending
 
 
 class GenerateFields(GenerationFields):
-    """Fields of a request for tokens. `token_ids`: the prompt. `sampling_params`: the fields of `SAMPLING`, `seed`, and
+    """Fields of a request for tokens.
+
+    `token_ids`: the prompt. `sampling_params`: an object with the fields of `SAMPLING`, `seed`, and the fields of
     `SamplingFields`.
     """
 
@@ -24,8 +26,10 @@ class GenerateFields(GenerationFields):
 
 
 class SamplingFields(Fields):
-    """Further fields of `sampling_params`. `logprobs`: return the log-prob of each token, and of this many of the most
-    probable tokens. `skip_special_tokens` has no effect, as the answer has no text.
+    """Further fields of `sampling_params`.
+
+    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position.
+    `skip_special_tokens`: has no effect, because the answer contains no text.
     """
 
     logprobs: NumTop | None = None

@@ -1,8 +1,8 @@
-"""The guard in front of the application: count every request, and check its origin, its key, its role, and the number
-of open requests.
+"""The guard in front of the application: counts every request, and checks the origin, key and role of each request and
+the number of open requests.
 
-Without a key the front end listens on loopback, where any web page in a local browser could reach it. A browser sends
-the origin of the page in `Origin` and the name of the server in `Host`; both are checked.
+Without a key, the front end listens on loopback, where any web page in a local browser could reach it. Browsers send
+the origin of the page in `Origin` and the name of the server in `Host`. Both headers are checked.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .wire import error_answer
 OPEN_PATHS = {"/health", *FILES}
 """Paths that need no key."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
-"""Paths with bodies of tokens or text, which may have up to `max_body_bytes`."""
+"""Paths that accept bodies of up to `max_body_bytes`, because these contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
 """Requests for these paths count towards `max_open_requests`."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
-"""The status counted for a client that disconnected before its answer began."""
+"""The status that is counted if the client disconnects before the answer has begun."""
 
 
 class Counters:
     """Metrics of requests.
 
     `requests`: number of requests by path and status. Unknown paths count as `other`, disconnected clients as status
-    499. `open`: number of requests for tokens or text in flight. `over_limit`: number of refused requests by the
-    setting with the limit that they exceed.
+    499. `open`: number of requests for tokens or text in flight. `over_limit`: number of requests refused because of a
+    limit, by the setting that defines the limit.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Counters:
 
 
 class Guard:
-    """ASGI middleware that passes permitted requests to `app` and refuses the others. `paths`: the served paths."""
+    """ASGI middleware that passes permitted requests to `app` and refuses all others. `paths`: the served paths."""
 
     def __init__(
         self,
@@ -146,9 +146,9 @@ class Guard:
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "Origin: requests from web pages of other servers are refused; do not use a browser")
+            raise HttpError(403, "Origin: cross-origin requests from web pages are refused; do not use a browser")
         if not self._clients.need_key and not _is_local(host):
-            raise HttpError(403, "Host: without API keys the name must be localhost or a loopback IP; use one of these")
+            raise HttpError(403, "Host: must be localhost or a loopback IP, because the server has no API keys")
 
 
 def _is_local(host: str) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
-"""How long `/health` waits for the worker if there is a recent report to return instead."""
+"""Time for which `/health` waits for the worker if it can return a recent report instead."""
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 
 class UpdateFields(Fields):
-    """Fields of `/update_weights`. `weight_dir`: folder with the weights. `weight_version`: their version; None means
-    the one after the served version.
+    """Fields of `/update_weights`.
+
+    `weight_dir`: folder with the weights. `weight_version`: their version; None means the version after the served one.
     """
 
     weight_dir: str
@@ -53,7 +54,7 @@ class UpdateFields(Fields):
 
 
 def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
-    """Decorate a handler that changes the worker's state: earlier reports of the worker are stale afterwards."""
+    """Decorate a handler that changes the worker's state, so that earlier health reports count as stale afterwards."""
 
     @wraps(handle)
     async def handle_and_note(self: Lifecycle, request: Request) -> Response:
@@ -66,8 +67,10 @@ def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> An
 
 
 class Lifecycle:
-    """Handlers for the calls about the worker rather than a request. `address`: address of the worker, or the file of a
-    fleet. `keys`: `server_public_key` and `client_key`. `watch`: polls the same worker.
+    """Handlers for the calls that concern the worker and not a single request.
+
+    `address`: address of the worker, or the file of a fleet. `keys`: `server_public_key` and `client_key`. `watch`:
+    polls the same worker.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class Lifecycle:
         self._push_lock = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
-        """Return 200 and the worker's state, or 503 if it has failed or does not answer. While the worker is slow, its
-        last recent report counts.
+        """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
+
+        While the worker is slow, its last report is used if it is recent.
         """
         _queries(request, {})
         health, age = await self._health_or_report()
@@ -130,7 +134,7 @@ class Lifecycle:
 
     @_changing
     async def wake_up(self, request: Request) -> Response:
-        """Acquire the released memory again."""
+        """Allocate the released memory again."""
         return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -157,7 +161,7 @@ class Lifecycle:
         return answer({"status": "updated", "weight_version": health.weight_version})
 
     async def metrics(self, request: Request) -> Response:
-        """Return the page for Prometheus: metrics of the worker and of this front end."""
+        """Return the metrics of the worker and of this front end, in the format of Prometheus."""
         health, stats = await self._health(), await self._client.stats()
         registry = CollectorRegistry()
         registry.register(WorkerMetrics(health, stats))
@@ -166,8 +170,10 @@ class Lifecycle:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
-        """Return the worker's health and its age in seconds: 0 for a fresh one, or the age of the recent report if the
-        worker is slow.
+        """Return the worker's health and its age in seconds.
+
+        The age is 0 if the worker answers in time. If the worker is slow, return its last recent report and the age of
+        that report.
         """
         if (report := self.watch.report()) is not None:
             try:
@@ -188,21 +194,24 @@ class Lifecycle:
 
 
 def _next_version(served: int) -> int:
-    """Return the version after `served`. Raise PushError if `served` is the last one."""
+    """Return the version after `served`. Raise PushError if `served` is the largest possible version."""
     if served >= LAST_VERSION:
-        raise PushError(f"weight_version: the served version {served} is the last possible one; restart the worker")
+        raise PushError(f"weight_version: the served version {served} is the largest possible; restart the worker")
     return served + 1
 
 
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
-    """Push the weights in a folder to the worker. Call it on a thread: the publisher blocks and imports torch."""
+    """Push the weights in a folder to the worker.
+
+    Call this on a separate thread, because the publisher blocks and imports torch.
+    """
     from ..publisher.publisher import WeightPublisher, connect_to
 
     folder = Path(fields.weight_dir)
     is_push = _is_push(folder)
     tensors = None if is_push else _tensors(folder)
     if is_push and fields.weight_version is not None:
-        text = "weight_version: the folder already names a version; leave the field out"
+        text = "weight_version: the folder already specifies a version; leave the field out"
         raise InvalidRequestError(text, field="weight_version", value=fields.weight_version)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
@@ -216,7 +225,7 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
 
 def _is_push(folder: Path) -> bool:
-    """Return whether a push by `disk` wrote the folder. Raise PushError if it cannot be read, as `_tensors` does."""
+    """Return whether a push by `disk` wrote the folder. Raise PushError if the folder cannot be read."""
     from ...weight_sync.transports.disk import read_manifest
 
     with _one_text(folder):
@@ -227,8 +236,9 @@ def _is_push(folder: Path) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the tensors of a checkpoint. All its files are opened first. Raise PushError if one
-    cannot be read.
+    """Return an iterator over the tensors of a checkpoint.
+
+    All files are opened first. Raise PushError if a file cannot be read.
     """
     from ...engine.models.loader import read_checkpoint
 
@@ -240,8 +250,10 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _one_text(folder: Path) -> Iterator[None]:
-    """Context manager that turns any error about reading a folder into a PushError. Its text does not depend on the
-    cause, so that no client learns from it which files exist. The log has the cause.
+    """Context manager that turns any error about reading a folder into a PushError.
+
+    The text of the PushError does not depend on the cause, so that clients cannot find out which files exist. The cause
+    is logged.
     """
     try:
         yield
@@ -249,22 +261,23 @@ def _one_text(folder: Path) -> Iterator[None]:
         log.warning("cannot read weights from %r: %s", str(folder), error)
         raise PushError(
             f"weight_dir: {brief(str(folder))} has no weights that this server can read; give a folder that a push by "
-            "disk wrote, or a checkpoint in Hugging Face format; the server's log has the cause"
+            "disk wrote, or a checkpoint in Hugging Face format; see the server's log for the cause"
         ) from None
 
 
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Return the query parameters by name. `known`: the permitted values of each known parameter. Raise HttpError if a
-    parameter is unknown, has another value, or is given twice. Only the parameters in `_LISTS` may be given several
-    times.
+    """Return the values of the query parameters, by name.
+
+    `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, has another value,
+    or is given twice. Only parameters in `_LISTS` may be given several times.
     """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
         if value.lower() not in known.get(name, ()):
             if name in known:
-                text = f"{name}: {brief(value)} is invalid in the query; give {' or '.join(known[name])}"
+                text = f"{name}: must be {' or '.join(known[name])} in the query (got {brief(value)})"
             else:
-                text = f"{name}: no such query parameter; known ones are {', '.join(sorted(known)) or 'none'}"
+                text = f"{name}: unknown query parameter; this path supports {', '.join(sorted(known)) or 'none'}"
             raise HttpError(400, text, field=name, value=value, code="invalid_request")
         found.setdefault(name, []).append(value.lower())
         if len(found[name]) > 1 and name not in _LISTS:

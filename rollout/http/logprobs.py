@@ -1,4 +1,4 @@
-"""Log-probs of tokens in the formats of the endpoints. Each is a JSON number that parses to the same float32."""
+"""Log-probs of tokens in the formats of the endpoints, written as JSON numbers that parse to the same float32."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def name_by_id(token_id: int) -> str:
 
 
 def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
-    """Return log-probs in the format of chat completions: for each token, its log-prob and the most probable tokens
-    with theirs. None if the piece has no log-probs.
+    """Return log-probs in the format of chat completions; None if the piece has no log-probs.
+
+    Each token has an entry with its log-prob, and with the most probable tokens and their log-probs.
     """
     if piece.logprobs is None:
         return None
@@ -49,11 +50,11 @@ def completion_logprobs(
     first_offset: int,
     width: int,
 ) -> dict[str, Any]:
-    """Return log-probs in the format of completions, as columns: tokens, their log-probs, the most probable tokens with
-    the drawn one added, and text offsets.
+    """Return log-probs in the format of completions.
 
-    A text offset is the position of a token in the joined names of all tokens, counted from `first_offset`. `width`:
-    number of entries per token, see `Piece.num_entries_by_token`.
+    The format has a column for each of: tokens, their log-probs, the most probable tokens with the drawn token added,
+    and text offsets. A text offset is the position of a token in the joined names of all tokens, counted from
+    `first_offset`. `width`: number of entries per token, see `Piece.num_entries_by_token`.
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
@@ -72,8 +73,9 @@ def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, f
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
-    """Return an iterator over the positions that yields the most probable tokens at each, best first; None if the
-    request asked for none.
+    """Return an iterator that yields, for each position, the most probable tokens with their log-probs, best first.
+
+    Return None if the request did not ask for most probable tokens.
     """
     if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
         return None
@@ -91,16 +93,18 @@ def numbers(logprobs: np.ndarray) -> list[float]:
 
 
 def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:
-    """Return the estimated size of `chat_logprobs` per token, in bytes. `num_top`: number of most probable tokens; None
-    means no log-probs at all.
+    """Return the estimated size of `chat_logprobs` per token, in bytes.
+
+    `num_top`: number of most probable tokens; None means no log-probs at all.
     """
     entry = 36 + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
     return 0 if num_top is None else 20 + (1 + num_top) * entry
 
 
 def completion_logprobs_bytes(num_top: int | None) -> int:
-    """Return the estimated size of `completion_logprobs` per token, in bytes. `num_top`: number of most probable
-    tokens; None means no log-probs at all.
+    """Return the estimated size of `completion_logprobs` per token, in bytes.
+
+    `num_top`: number of most probable tokens; None means no log-probs at all.
     """
     entry = TokenBytes.TEXT + TokenBytes.NUMBER + 4
     return 0 if num_top is None else entry + TokenBytes.ID + (num_top + 1) * entry * (num_top > 0)
@@ -113,8 +117,9 @@ def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:
 def _by_name(
     tops: list[tuple[int, float]] | None, token_id: int, logprob: float | None, name: TokenName
 ) -> dict[str, float] | None:
-    """Return the log-probs of the most probable tokens and of the drawn one by name. If several tokens have the same
-    name, the most probable one counts.
+    """Return the log-probs of the most probable tokens and of the drawn token, by name.
+
+    If several tokens have the same name, the name gets the log-prob of the most probable one.
     """
     if tops is None or logprob is None:
         return None

@@ -18,8 +18,8 @@ from .errors import HttpError
 from .texts import Texts
 
 _LEAST_LONGEST_TOKEN = 16
-"""Lower bound for the longest token, in characters. Tokenizers may drop spaces or join characters, so a token can stand
-for more text than the longest token of the vocabulary has.
+"""Lower bound on the length of the longest token, in characters. Tokenizers may drop spaces or join characters, so a
+token can stand for more characters than the longest entry of the vocabulary has.
 """
 
 
@@ -27,8 +27,8 @@ for more text than the longest token of the vocabulary has.
 class ServedModel:
     """The served model.
 
-    `name`: the name that clients use. `max_prompts`: maximum number of prompts of a request, which is the worker's
-    `max_queued_requests`. `created`: when this front end began to serve the model, in seconds since 1970.
+    `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request; equals the worker's
+    `max_queued_requests`. `created`: time at which this front end began to serve the model, in seconds since 1970.
     `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the parameters of
     a request.
     """
@@ -46,7 +46,7 @@ class ServedModel:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Maximum number of characters that can fit the context, if a text consists of the longest tokens."""
+        """Maximum number of characters that can fit in the context, for a text that consists of the longest tokens."""
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     def check_name(self, name: str | None) -> None:
@@ -72,7 +72,7 @@ class ServedModel:
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
-        """Raise an error about `field` if a prompt has no tokens, or does not fit the context with its new tokens."""
+        """Raise an error about `field` if a prompt has no tokens, or if prompt and new tokens exceed the context."""
         if not prompts or not all(prompts):
             text = "prompt: each prompt needs at least one token; give some text"
             raise InvalidRequestError(text, field=field, value=0, limit=1)
@@ -89,7 +89,10 @@ class ServedModel:
             )
 
     def check_texts(self, texts: Sequence[str], fits_context: bool = True) -> None:
-        """Raise HttpError if the texts are too long together or, with `fits_context`, if one cannot fit the context."""
+        """Raise HttpError if all texts together are too long.
+
+        With `fits_context`, also raise HttpError if a single text cannot fit in the context.
+        """
         self._check_chars("prompt", sum(map(len, texts)), max(map(len, texts), default=0) if fits_context else 0)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -102,8 +105,10 @@ class ServedModel:
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
     ) -> list[int]:
-        """Return the token ids of a conversation. Raise HttpError if there are more than `most`. If its number of
-        characters already shows that, the error is raised before the template is rendered.
+        """Return the token ids of a conversation. Raise HttpError if there are more than `most`.
+
+        If the number of characters already shows that there are too many tokens, raise the error before the template is
+        rendered.
         """
         count = num_chars((messages, arguments))
         self._check_chars("messages", count, 0 if most is None else count)
@@ -116,8 +121,10 @@ class ServedModel:
             raise self._too_long("messages", error) from None
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
-        """Raise HttpError if a text is too long. `total`: number of characters of all texts. `longest`: number of
-        characters of the longest text that must fit the context.
+        """Raise HttpError if a text is too long.
+
+        `total`: number of characters of all texts. `longest`: number of characters of the longest text that must fit in
+        the context.
         """
         if longest > self.max_prompt_chars:
             raise self._too_long(field, TooMany("characters", longest))
@@ -153,7 +160,7 @@ class ServedModel:
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
     async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
-        """Return the log-probs of given tokens under the distribution that `params` draws from."""
+        """Return the log-probs of given tokens under the distribution from which `params` samples."""
         return await self.client.score(
             sequences,
             temperature=params.temperature,

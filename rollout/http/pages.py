@@ -1,8 +1,8 @@
 """`/ui`: a page that shows the worker's activity and the latest samples.
 
-The files of the page contain no data, so they need no key. The page gets its data from other paths, which do need one.
-Text from a model is sent as JSON and inserted as text, never as markup. In addition, the page's Content-Security-Policy
-lets a browser run nothing but these files.
+The files of the page contain no data, so no key is needed to read them. The page gets its data from other paths, where
+a key is needed. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the page's
+Content-Security-Policy allows a browser to run only these files.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ HEADERS = {
 MOST_TOKENS = 2048
 """Maximum number of tokens in an answer of `/ui/tokens`."""
 SHOWN = ("n", "max_tokens", "temperature")
-"""Sampling parameters that are always shown. Others are shown if they differ from their defaults."""
+"""Sampling parameters that are always shown. Other parameters are shown if they differ from their defaults."""
 PREVIEW_TOKENS = 40
 CONTEXT_TOKENS = 16
-"""Number of tokens decoded before the first returned one, because its text may depend on them."""
+"""Number of tokens that are decoded before the first returned token, because its text may depend on them."""
 
 
 class ScoreFields(Fields):
@@ -61,9 +61,9 @@ class ScoreFields(Fields):
 
 
 class Pages:
-    """Handlers for the page and its data. A client with the role `generate` sees its user's samples, one with `control`
-    sees all samples.
+    """Handlers for the page and its data.
 
+    A client with the role `generate` sees the samples of its user. A client with the role `control` sees all samples.
     Each front end process counts groups from 1, so answers contain `run`, an id of the process.
     """
 
@@ -78,8 +78,9 @@ class Pages:
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
     async def live(self, request: Request) -> Response:
-        """Return the looks at the worker after `since`, in seconds since 1970, and the groups with ids above
-        `after`.
+        """Return the looks at the worker after time `since`, and the groups with ids above `after`.
+
+        `since` is in seconds since 1970.
         """
         new = self._samples.after(_whole(request, "after"), _viewer(request))
         told = {
@@ -104,7 +105,7 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def tokens(self, request: Request) -> Response:
-        """Return tokens of the group `group` from `start` on: of its sample `sample` if given, else of its prompt."""
+        """Return tokens from `start` on: of sample `sample` of the group `group`, or of its prompt without `sample`."""
         group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
@@ -125,7 +126,7 @@ class Pages:
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
-            raise HttpError(400, "sample: has no tokens to score; choose another one", field="sample")
+            raise HttpError(400, "sample: has no tokens to score; choose another sample", field="sample")
         return _data(await while_present(request.receive, self._scored(group, sample)))
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
@@ -152,9 +153,7 @@ class Pages:
 
     def _group(self, request: Request, id: int) -> KeptGroup:
         if (found := self._samples.get(id, _viewer(request))) is None:
-            text = (
-                f"group: {brief(id)} is not among the latest groups, which are the only ones kept; choose another one"
-            )
+            text = f"group: {brief(id)} is not kept, because only the latest groups are; choose another group"
             raise HttpError(404, text, field="group", value=id)
         return found
 
@@ -162,13 +161,15 @@ class Pages:
         for sample in group.samples:
             if sample.index == index:
                 return sample
-        text = f"sample: {brief(index)} is not kept for group {group.id}; choose another one"
+        text = f"sample: {brief(index)} is not kept for group {group.id}; choose another sample"
         raise HttpError(404, text, field="sample", value=index)
 
 
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
-    """Compare the bits of two float32 arrays [num_tokens] from token `first` on. Return the number of equal ones as
-    `num_equal`, and the first difference as `difference`: the token's position and both log-probs, or None.
+    """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
+
+    The returned `num_equal` is the number of equal elements. `difference` is the first difference: the position of the
+    token and both log-probs, or None.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
@@ -179,20 +180,21 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """Return the user if the request may see only this user's groups; None if it may see all groups."""
+    """Return the user if the request may see only the groups of that user; None if it may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 
 
 def _further(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, except for those shown elsewhere and private ones."""
+    """Return the parameters that differ from their defaults, except for private ones and those shown elsewhere."""
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
     return params.model_dump(exclude=hidden, exclude_defaults=True)
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Return everything about a sample except its tokens. Seeds are strings, because JavaScript numbers lose bits of
-    64-bit integers.
+    """Return everything about a sample except its tokens.
+
+    Seeds are strings, because JavaScript numbers lose bits of 64-bit integers.
     """
     logprobs = sample.logprobs
     return {
@@ -213,7 +215,10 @@ def _whole(request: Request, name: str) -> int:
 
 
 def _number(request: Request, name: str) -> float:
-    """Return a query parameter as a number; 0 if it is missing. Raise HttpError if it is no number in [0, 2**53)."""
+    """Return a query parameter as a number; 0 if it is missing.
+
+    Raise HttpError if the parameter is not a number in [0, 2**53).
+    """
     found = request.query_params.getlist(name)
     if len(found) > 1:
         raise given_twice(name)
@@ -225,7 +230,7 @@ def _number(request: Request, name: str) -> float:
         return number
     except ValueError:
         raise HttpError(
-            400, f"{name}: {brief(text)} is not a non-negative number; correct it", field=name, value=text
+            400, f"{name}: must be a number from 0 to 2**53 (got {brief(text)})", field=name, value=text
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Generation for all endpoints: send a request to the worker, and turn its samples into choices, whole or in pieces.
+"""Generation for all endpoints: send a request to the worker, and turn the samples into choices, whole or in pieces.
 
 An endpoint describes the request by a `Task` and the format of the answer by a `Form`.
 """
@@ -23,15 +23,15 @@ from .texts import GrowingText, Texts
 from .turns import Turns
 
 DECODED_TOKENS = 4096
-"""Number of tokens decoded to text in one step, about a millisecond."""
+"""Number of tokens decoded to text in one step, which takes about a millisecond."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a choice: all of its tokens, or the tokens since the previous piece.
+    """A part of a choice: all its tokens, or the tokens since the previous piece.
 
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
-    the first of these tokens in the sample. `text`: new text, which may lag behind the tokens. `logprobs`: float32
+    the first token of the piece in the sample. `text`: new text, which may lag behind the tokens. `logprobs`: float32
     [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: the finished sample if
     this is its last piece, else None.
     """
@@ -54,12 +54,12 @@ class Piece:
 
 @dataclass
 class Usage:
-    """Token counts of an answer. `prompt_tokens` counts each prompt once, whatever its number of samples."""
+    """Token counts of an answer. `prompt_tokens`: counts each prompt once, whatever its number of samples."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
-    """Number of cached tokens by position of the prompt."""
+    """Number of cached prompt tokens, by position of the prompt in the request."""
 
     def add(self, position: int, sample: SampleOutput) -> None:
         self.completion_tokens += len(sample.token_ids)
@@ -83,19 +83,19 @@ class Form(Protocol):
         ...
 
     def event(self, piece: Piece) -> dict[str, Any]:
-        """Return the event of a stream for a piece."""
+        """Return a stream's event for a piece."""
         ...
 
     def last_event(self, usage: Usage) -> dict[str, Any]:
-        """Return the last event of a stream, with the token counts."""
+        """Return a stream's last event, which has the token counts."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """A request for the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options of its answer.
+    """A request to the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options of its answer.
 
-    `tells_usage`: whether a stream ends with an event that has the token counts.
+    `tells_usage`: a stream ends with an event that has the token counts.
     """
 
     prompts: list[list[int]]
@@ -141,7 +141,7 @@ class Asker:
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a task that is a stream, as soon as they are ready."""
+        """Yield the events of a task that is a stream, each as soon as it is ready."""
         usage = Usage(sum(map(len, task.prompts)))
         streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
@@ -191,7 +191,7 @@ def check_sample(sample: SampleOutput) -> None:
 
 
 def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
-    """Split a delta into deltas that are each written in one step: their log-probs number at most `STEP_ENTRIES`."""
+    """Split a delta into deltas that can each be written in one step, with at most `STEP_ENTRIES` log-probs each."""
     width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
     size = max(1, STEP_ENTRIES // width)
     for start in range(0, max(1, len(delta.token_ids)), size):
@@ -199,7 +199,7 @@ def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
 
 
 def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
-    """Return the part of a delta with its tokens [start, end)."""
+    """Return the part of a delta that has its tokens [start, end)."""
     token_ids, columns = delta.token_ids[start:end], cut_columns(columns_of(delta), start, end)
     return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
@@ -207,9 +207,9 @@ def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
 class _Told:
     """The tokens and log-probs of a choice that a stream has already sent.
 
-    A sample may restart from its first token, for example on another worker of a fleet after the first was lost. The
-    stream continues if the new sample has the same tokens and log-probs as those already sent; with the same weights it
-    does.
+    A sample may restart from its first token, for example on another worker of a fleet after its worker was lost. The
+    stream continues if the restarted sample has the tokens and log-probs that were already sent. With the same weights,
+    it always has.
     """
 
     def __init__(self) -> None:
@@ -217,8 +217,9 @@ class _Told:
         self._logprobs: list[int] = []  # the bits
 
     def rest_of(self, delta: SampleDelta) -> SampleDelta | None:
-        """Return the part of a delta that was not sent yet; None if all of it was. Raise WorkerLostError if it
-        contradicts what was sent.
+        """Return the part of a delta that was not sent yet; None if the whole delta was already sent.
+
+        Raise WorkerLostError if the delta contradicts the tokens and log-probs that were sent.
         """
         tokens, logprobs = delta.token_ids, [] if delta.logprobs is None else delta.logprobs.view(np.int32).tolist()
         again, place = len(self._token_ids) - delta.start, slice(delta.start, delta.start + len(tokens))
@@ -231,14 +232,15 @@ class _Told:
         return _cut(delta, again, len(tokens)) if tokens[again:] else None
 
     def check_whole(self, sample: SampleOutput) -> None:
-        """Raise WorkerLostError if the sent tokens are not those of the finished sample."""
+        """Raise WorkerLostError if the tokens that were sent differ from the tokens of the finished sample."""
         if sample.token_ids != self._token_ids:
             raise _void()
 
 
 def _void() -> WorkerLostError:
     return WorkerLostError(
-        "worker restarted the sample with other weights, so the part already sent is void; send the request again"
+        "worker: restarted the sample with different weights, so the part already sent is invalid; send the request "
+        "again"
     )
 
 
@@ -257,14 +259,14 @@ def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int
 
 
 def _end(position: int, sample: SampleOutput, text: str) -> Piece:
-    """Return the last piece of a streamed choice: no tokens, but the finished sample."""
+    """Return the last piece of a streamed choice, which has no new tokens but the finished sample."""
     return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
 
 
 def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """Return the fields that say how a choice ended.
 
-    `stop_reason`: the stop string or stop token that ended it; None for an end-of-sequence token of the model.
+    `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
     `weight_versions`: version, start and end of each span of tokens; missing until the choice has ended.
     """
     if piece.ended is None:

@@ -1,7 +1,7 @@
-"""The latest groups that this front end answered, for the page at `/ui`.
+"""The latest groups of samples that this front end returned, for the page at `/ui`.
 
-Owns: their tokens and log-probs, as arrays. Promises to keep at most `MOST_GROUPS` groups and `MOST_BYTES` bytes,
-however long prompts and samples are, by evicting the oldest groups.
+Owns: the tokens and log-probs of these groups, as arrays. Promises that at most `MOST_GROUPS` groups and `MOST_BYTES`
+bytes are kept, however long prompts and samples are. The oldest groups are evicted first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from ...engine.request import SampleOutput, SamplingParams, WeightSpan
 MOST_GROUPS = 300
 MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
-"""Maximum size of one group. As many of its samples as fit are kept."""
+"""Maximum size of one group. Samples of the group that do not fit are not kept."""
 OBJECT_BYTES = 2048
-"""Upper bound on the memory of a sample or a group without its arrays."""
+"""Upper bound on the memory of a sample or a group, without its arrays."""
 _MOST_TEXT = 500
 
 
 @dataclass(frozen=True)
 class KeptSample:
-    """A kept sample. `token_ids`: int32 [num_tokens]. `logprobs`: float32 [num_tokens], or None. For the rest see
-    `SampleOutput`.
+    """A kept sample.
+
+    `token_ids`: int32 [num_tokens]. `logprobs`: float32 [num_tokens], or None. Other fields: see `SampleOutput`.
     """
 
     index: int
@@ -78,7 +79,7 @@ class SampleLog:
 
     @property
     def first_id(self) -> int:
-        """Id of the oldest kept group; if there is none, the id that the next group will get."""
+        """Id of the oldest kept group, or if there is none, the id that the next group will get."""
         return next(iter(self._groups), self._last_id + 1)
 
     def add(
@@ -105,14 +106,15 @@ class SampleLog:
             self.num_bytes -= self._groups.pop(self.first_id).num_bytes
 
     def get(self, id: int, user: str | None = None) -> KeptGroup | None:
-        """Return the group with this id; None if it was evicted or belongs to another user. With `user` None, the group
-        of any user is returned.
+        """Return the group with this id; None if there is no such group or it belongs to another user.
+
+        With `user` None, return the group of any user.
         """
         group = self._groups.get(id)
         return group if group is None or user in (None, group.user) else None
 
     def after(self, id: int, user: str | None = None) -> list[KeptGroup]:
-        """Return the groups of `user` with larger ids, oldest first; with `user` None, those of all users."""
+        """Return the groups of `user` with ids above `id`, oldest first; with `user` None, the groups of all users."""
         return [group for group in self._groups.values() if group.id > id and user in (None, group.user)]
 
 

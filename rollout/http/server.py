@@ -1,8 +1,9 @@
 """`trueroll http`: the process of the front end for a worker or a fleet.
 
-Owns: the listening socket, and the client of the worker or the fleet. Promises: it listens before it reports that it is
-ready. When told to end, it lets open requests finish for up to `drain_seconds` and cuts the rest. It outlives the
-worker and serves a new one at the same address. If the front end itself is killed, the worker ends its requests.
+Owns: the listening socket, and the client of the worker or the fleet. Promises: the front end listens before it reports
+that it is ready. At a shutdown, it lets open requests finish for up to `drain_seconds`, then cuts the remaining ones.
+It outlives the worker, and serves a new worker at the same address. If the front end itself is killed, the worker ends
+the requests of the front end.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's `mallopt`."""
 LARGE_BLOCK = 2**18
-"""Blocks of this many bytes or more are mapped one by one."""
+"""Minimum size, in bytes, of memory blocks that are mapped one by one."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
-"""A worker counts as lost if requests are pending and it sends no sign of life for this long."""
+"""A worker counts as lost if requests are pending and it sends nothing for this time."""
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Callable[[str, str], None]) -> None:
-    """Run the front end until SIGTERM or SIGINT. Call it in the main thread, as only that one gets signals. `keys`:
-    `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
+    """Run the front end until SIGTERM or SIGINT. Call it in the main thread, because only this thread gets signals.
 
+    `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
     Raise ConfigError if the settings cannot work, WorkerLostError if there is no worker, and ModelError if the model
     has no tokenizer.
     """
@@ -61,7 +62,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:
-        gc.freeze()  # otherwise garbage collections would traverse all of transformers and delay every request
+        gc.freeze()  # otherwise each garbage collection would traverse all of transformers and delay requests
         on_ready(url, name)
 
     _map_large_blocks()
@@ -70,8 +71,10 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
 
 def _map_large_blocks() -> None:
-    """Make glibc map large blocks one by one, so that the memory of a body returns to the system when it is freed. By
-    default glibc stops mapping blocks after it has freed a few, and long bodies leave hundreds of megabytes allocated.
+    """Make glibc map large blocks one by one, so that the memory of a body returns to the system when it is freed.
+
+    By default, glibc stops mapping blocks after it has freed a few of them. Then long bodies leave hundreds of
+    megabytes allocated.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has it
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
@@ -84,7 +87,7 @@ async def run(
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> None:
-    """Answer the requests that arrive at `listener`, until a signal ends it. For the rest see `serve`."""
+    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Parameters and errors: see `serve`."""
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
@@ -106,7 +109,7 @@ async def run(
 async def _answer(
     listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; a further SIGINT cuts them."""
+    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; another SIGINT cuts them."""
     told = asyncio.Event()
 
     def end(hurries: bool) -> None:
@@ -128,8 +131,9 @@ async def _answer(
 
 @contextmanager
 def _signals(end: Callable[[bool], None]) -> Iterator[None]:
-    """Context manager that calls `end(False)` at SIGTERM and `end(True)` at SIGINT. It does nothing outside the main
-    thread, which alone gets signals.
+    """Context manager that calls `end(False)` at SIGTERM and `end(True)` at SIGINT.
+
+    It does nothing outside the main thread, because only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

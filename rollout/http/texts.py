@@ -1,7 +1,7 @@
-"""Text of the front end: tokenize in separate processes, and decode samples while they grow.
+"""Tokenizing and detokenizing in the front end: tokenize in separate processes, and decode samples while they grow.
 
-Promises that short texts never wait behind long ones, and that work on a text is dropped or given up once the client of
-the text has disconnected.
+Promises that short texts never wait behind long texts, and that work on a text is dropped or stopped once its client
+has disconnected.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from ..text import ANY, IsAbandoned, TextModel, is_long
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16
 _MANY_TOKENS = 2**12
-"""A larger number of tokens is decoded in another process."""
+"""More tokens than this are decoded in another process."""
 
 
 class Texts:
-    """A model's tokenizer and chat template. `longest_token`: length of the longest token in characters. `token`:
-    returns the text of a token, cached.
+    """A model's tokenizer and chat template.
+
+    `longest_token`: length of the longest token, in characters. `token`: function that returns the text of a token,
+    cached.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -49,11 +51,10 @@ class Texts:
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], num_chars: int, most_chars: int, most: int
     ) -> list[int]:
-        """Return the token ids of a conversation of `num_chars` characters. `arguments`: arguments of the chat
-        template.
+        """Return the token ids of a conversation of `num_chars` characters.
 
-        Raise InvalidRequestError if the template rejects the conversation, and TooMany if the rendered text has more
-        than `most_chars` characters or `most` tokens.
+        `arguments`: arguments of the chat template. Raise InvalidRequestError if the template rejects the conversation,
+        and TooMany if the rendered text has more than `most_chars` characters or `most` tokens.
         """
         work = partial(self._model.encode_conversation, messages, arguments, most_chars, most)
         try:
@@ -68,8 +69,10 @@ class Texts:
         return self.decode(token_ids, skip_special_tokens)
 
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds. If several tokens form one character, the last one gets the character,
-        and the others get empty strings.
+        """Return the text that each token adds.
+
+        If several tokens form one character, the last of them gets the character, and the other tokens get empty
+        strings.
         """
         return await self._run(True, partial(self._by_token, token_ids))
 
@@ -78,7 +81,7 @@ class Texts:
         return self._model.decode(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """Return a decoder for tokens that arrive one by one."""
+        """Return a decoder for tokens that arrive one at a time."""
 
         def decode(token_ids: list[int]) -> str:
             if len(token_ids) == 1:  # half of all calls
@@ -101,9 +104,10 @@ class Texts:
         return self._model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
-        """Run `work` on the thread for long or for short texts, and return its result. `work` gets the argument
-        `is_abandoned`, a function that returns whether to give up. If this coroutine is cancelled, the work is not
-        started, or gives up.
+        """Run `work` on the thread for long or for short texts, and return its result.
+
+        `work` gets the argument `is_abandoned`, a function that returns whether to stop. If this coroutine is
+        cancelled, the work does not start, or stops.
         """
         abandoned, waiting = threading.Event(), [work]
         try:
@@ -111,14 +115,14 @@ class Texts:
             return await asyncio.wrap_future(running)
         finally:
             abandoned.set()
-            waiting.clear()  # the pool keeps a cancelled call until its turn, but need not keep the text
+            waiting.clear()  # the pool keeps a cancelled call until its turn comes, but must not keep the text
 
 
 class GrowingText:
-    """The text of one sample while it grows. It ends before the stop token or the stop string that ends the sample.
+    """The text of one sample while the sample grows. The text ends before the stop token or stop string of the sample.
 
-    The returned parts, joined, are the text of all tokens, to the extent that `Detokenizer` promises. A part is
-    withheld while it may be the beginning of a stop string or of a character, or if it is a token of `stop_token_ids`.
+    The returned parts, joined, are the text of all tokens, to the extent that `Detokenizer` promises. Text is withheld
+    while it may be the beginning of a stop string or of a character, or if it is a token of `stop_token_ids`.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class GrowingText:
         return self._tell(min(ends))
 
     def finish(self, sample: SampleOutput) -> str:
-        """Return the rest of the text, given the whole sample."""
+        """Return the remaining text, given the whole sample."""
         token_ids, stop = sample.token_ids, sample.stop_reason
         text = self._decode(token_ids[:-1] if isinstance(stop, int) else token_ids)
         if isinstance(stop, str):
@@ -157,8 +161,9 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return the whole text as an extension of the returned parts. Used if decoding the whole sample contradicts
-        them.
+        """Return the whole text as a continuation of the parts that were returned.
+
+        Used if decoding the whole sample contradicts these parts.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()

@@ -1,6 +1,6 @@
 """Tool calls in the text of a model: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
-The chat templates of many models (Hermes, Qwen2.5, Qwen3) ask for this format. For models with other templates, all
+The chat templates of many models (Hermes, Qwen2.5, Qwen3) specify this format. For models with other templates, all
 text is content.
 """
 
@@ -15,7 +15,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolText:
-    """Splits the growing text of a sample into content and tool calls. Text that is no valid tool call is content."""
+    """Splits the growing text of a sample into content and tool calls. Text that is not a valid call is content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -30,18 +30,18 @@ class ToolText:
         return content
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the content, and the tool calls."""
+        """Return the remaining content, and the tool calls."""
         calls = _calls(self._held)
         return ("", calls) if calls else (self._held, [])
 
 
 def _overlap(text: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a tool call."""
+    """Return the number of characters at the end of a text that may be the beginning of a tool call."""
     return next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    """Return the tool calls in a text that begins with one; an empty list if it contains anything else."""
+    """Return the tool calls in a text that consists only of tool calls; an empty list for any other text."""
     calls: list[dict[str, Any]] = []
     for part in text.split(BEGIN)[1:]:
         call, end, rest = part.partition(END)

@@ -1,8 +1,8 @@
 """Poll the worker once a second: for the page at `/ui`, and for `/health` while the worker is slow.
 
-Owns: the looks of the last hour, which are snapshots of the worker's state and counters, and its last health report.
-Promises that polling never fails: while the worker does not answer, the looks say so. A report is returned only while
-it is recent, and never if the front end has changed the worker's state since.
+Owns: the looks of the last hour, which are snapshots of the worker's state and counters; and the last health report.
+Promises that polling never stops because of an error: while the worker does not answer, the looks say so. A report is
+returned only while it is recent, and never if the front end has since changed the worker's state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 MOST_LOOKS = 3600
 REPORT_SECONDS = 2.0
-"""Maximum age of a report that is still returned."""
+"""Maximum age, in seconds, of a report that is returned."""
 UNREACHABLE = "unreachable"
 """The state of a worker that does not answer."""
 COUNTERS = (
@@ -64,7 +64,7 @@ class Watch:
         return self._report[0], age
 
     def note_change(self) -> None:
-        """Discard the last report, and the one in flight: the worker's state may have changed."""
+        """Discard the last report, and a report in flight, because the worker's state may have changed."""
         self._report, self._changed_at = None, time.monotonic()
 
     async def _look(self) -> tuple[Any, ...]:

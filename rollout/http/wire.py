@@ -1,7 +1,7 @@
 """JSON in and out: request bodies, answers, and answers streamed as server-sent events.
 
-Promises that request bodies are bounded and strictly JSON, that answers keep every bit of a float, and that work on an
-answer is cancelled as soon as its client disconnects.
+Promises that request bodies are bounded and strictly valid JSON, that answers keep every bit of a float, and that work
+on an answer is cancelled as soon as the client disconnects.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 MAX_ELEMENTS = 2**12
 """Maximum cost of the elements of a body, for paths that take only a few fields."""
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
-"""A body with more bytes, or elements that cost more, is parsed step by step."""
+"""A body with more bytes than this, or with elements that cost more, is parsed in steps."""
 _WHOLE_BYTES = 2**20
-"""A longer answer is sent in parts, before its length is known."""
+"""Answers longer than this, in bytes, are sent in parts before their length is known."""
 
 log = logging.getLogger(__name__)
 
 
 def read_json(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request with only a few fields; {} if the body is empty. Raise HttpError
-    if the body is not valid.
+    """Return the JSON object in the body of a request that has only a few fields; {} if the body is empty.
+
+    Raise HttpError if the body is not valid.
     """
     with taken_body(request.scope) as body:
         return _result(_parse(body, MAX_ELEMENTS, is_setting=False))
 
 
 class LongJson:
-    """Parses bodies that may be long. Long bodies are parsed one at a time, in steps, and other work runs in between.
+    """Parses bodies that may be long. Long bodies are parsed one at a time and in steps, with other work in between.
     `max_elements`: the setting `max_body_elements`.
     """
 
@@ -59,8 +60,9 @@ class LongJson:
         self._lock = asyncio.Lock()
 
     async def read(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object in a body; {} if the body is empty. Raise HttpError if the body is not valid, and Gone
-        if the client disconnects before it is parsed.
+        """Return the JSON object in a body; {} if the body is empty.
+
+        Raise HttpError if the body is not valid, and Gone if the client disconnects before the body is parsed.
         """
         with taken_body(request.scope) as body:
             steps = _parse(body, self._max_elements, is_setting=True)
@@ -115,8 +117,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's members. Raise ValueError if a name occurs twice, as parsers differ in which value they
-    take.
+    """Return an object's members.
+
+    Raise ValueError if a name occurs twice, because parsers differ in which of the values they use.
     """
     found = dict(members)
     if len(found) != len(members):
@@ -131,8 +134,10 @@ def answer(content: Any, status: int = 200) -> Response:
 
 
 async def long_answer(content: Any, turns: Turns) -> Response:
-    """Return a response with JSON that may be long. A short response has a `Content-Length`. A long one is sent in
-    parts; each part is produced after the client has taken the previous ones.
+    """Return a response with JSON that may be long.
+
+    A short response has a `Content-Length`. A long response is sent in parts, and each part is produced only after the
+    client has read the previous parts.
     """
     parts = encoded_in_parts(content, turns)
     begun, num_bytes = [], 0
@@ -173,8 +178,9 @@ def error_answer(error: HttpError) -> Response:
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone. The request's body
-    must have been read before.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone.
+
+    The request's body must have been read before.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -194,8 +200,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def event_stream(receive: Receive, events: Events) -> Response:
-    """Wait for the first event, and return a response of server-sent events. An error before the first event is raised,
-    so the response can have the error's HTTP status.
+    """Wait for the first event, and return a response of server-sent events.
+
+    An error before the first event is raised, so that the response can have the HTTP status of the error.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
@@ -206,7 +213,7 @@ async def event_stream(receive: Receive, events: Events) -> Response:
 
 
 class _EventStream(Response):
-    """A stream of server-sent events. If it fails, the last event is the error, and no `[DONE]` follows."""
+    """A stream of server-sent events. If the stream fails, its last event is the error, and no `[DONE]` follows."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""The load balance of a model's experts, computed from a worker's counts of tokens per expert."""
+"""The load balance of a model's experts, computed from the worker's token counts per expert."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from trueroll.errors import ProtocolError
 def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarray:
     """Return the number of tokens that each expert has processed, int64 [layers with experts, experts].
 
-    `info`, `stats`: `engine` of `Health` and of `Stats`. Raise ProtocolError if their sizes do not match.
+    `info`: the field `engine` of `Health`. `stats`: the field `engine` of `Stats`. Raise ProtocolError if their sizes
+    do not match.
     """
     shape = info["expert_layers"], info["num_experts"]
     if len(stats["expert_tokens"]) != 8 * shape[0] * shape[1]:
         raise ProtocolError(
-            f"expert_tokens: expected 8 bytes for each of {shape[0]} x {shape[1]} experts, found "
-            f"{len(stats['expert_tokens'])} bytes; use the same release of trueroll on both sides"
+            f"expert_tokens: must have 8 bytes for each of {shape[0]} x {shape[1]} experts (got "
+            f"{len(stats['expert_tokens'])} bytes); use the same release of trueroll on both sides"
         )
     return np.frombuffer(stats["expert_tokens"], "<i8").reshape(shape)
 
 
 def imbalance(tokens: np.ndarray) -> np.ndarray:
-    """Return for each layer the tokens of the busiest expert divided by the mean over all experts, float64 [layers].
+    """Return each layer's tokens of the busiest expert divided by the mean over all experts, float64 [layers].
 
-    The minimum is 1, for a balanced layer or no tokens. The maximum is the number of experts divided by the number of
-    experts per token.
+    The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the number of experts divided by
+    the number of experts per token.
     """
     mean = tokens.mean(1)
     return np.where(mean > 0, tokens.max(1) / np.maximum(mean, 1e-9), 1.0)

@@ -1,8 +1,9 @@
 """`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
 
-Owns a listening socket on 127.0.0.1, and its connections and threads. Whatever clients do, these are bounded in number
-and lifetime, and `close` ends them. Does not own the values: sources must return them without blocking, so that a long
-or stuck step never delays a scrape. docs/operations.md describes every metric; a test compares the two.
+Owns a listening socket on 127.0.0.1, with its connections and threads. Whatever clients do, the number and the lifetime
+of connections and threads are bounded, and `close` ends them. Does not own the values: sources must return them without
+blocking, so that a long or stuck step never delays a scrape. docs/operations.md describes every metric, and a test
+checks that it does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
 """Maximum number of simultaneous connections. A new one replaces the oldest."""
 REQUEST_SECONDS = 10.0
-"""Maximum duration of a connection, from accept until its single request is answered and the answer is read."""
+"""Maximum duration of a connection, from accept until the answer to its single request is read."""
 POLL_SECONDS = 0.1
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -79,7 +80,7 @@ def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
 class MetricsServer:
     """Serves `/healthz` from `source` and `/metrics` from `collector` on a port of 127.0.0.1, until closed.
 
-    Port 0 means any free port. The attribute `port` is the actual one. Raise ConfigError if it cannot listen there.
+    Port 0 means any free port; the attribute `port` is the actual port. Raise ConfigError if the server cannot listen.
     """
 
     def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
@@ -106,11 +107,12 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    The list of connections belongs to the thread of `serve_forever`, and after its end to the thread that closes.
+    Only the thread of `serve_forever` uses the list of connections, and after its end the thread that closes the
+    server.
     """
 
     allow_reuse_address = True
-    request_queue_size = 128  # with a full queue, a client retries only after a second
+    request_queue_size = 128  # if the queue is full, a client retries only after a second
 
     def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
         self.source = source
@@ -123,7 +125,7 @@ class _Server(socketserver.TCPServer):
         try:
             return super().get_request()
         except OSError:
-            sleep(POLL_SECONDS)  # without a free descriptor the client stays queued, and select returns immediately
+            sleep(POLL_SECONDS)  # no descriptor is free: the client stays queued, so select would return immediately
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -150,10 +152,10 @@ class _Server(socketserver.TCPServer):
         except Exception:
             self.handle_error(request, client_address)
         with suppress(OSError):  # the client has gone
-            request.shutdown(SHUT_WR)  # the client sees the end now, before the connection is closed
+            request.shutdown(SHUT_WR)  # so the client sees the end before the socket is closed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.warning("a request failed without an answer", exc_info=True)
+        log.warning("a request failed and was not answered", exc_info=True)
 
 
 class _Connection:
@@ -188,12 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
             case "/healthz":
                 self._answer_health()
             case _:
-                self._answer(404, "text/plain", b"expected /metrics or /healthz\n")
+                self._answer(404, "text/plain", b"no such path; use /metrics or /healthz\n")
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        self._answer(405, "text/plain", b"expected GET\n", Allow="GET, HEAD")
+        self._answer(405, "text/plain", b"method not supported; use GET or HEAD\n", Allow="GET, HEAD")
 
     do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
 
@@ -279,7 +281,7 @@ def _load_metrics(health: protocol.Health) -> Iterator[Metric]:
 
 def _service_metrics(service: Mapping[str, int]) -> Iterator[Metric]:
     yield CounterMetricFamily("trueroll_requests_accepted", "Accepted requests.", value=service["accepted"])
-    yield CounterMetricFamily("trueroll_requests_joined", "Joins of known requests.", value=service["joined"])
+    yield CounterMetricFamily("trueroll_requests_joined", "Repeated submissions of requests.", value=service["joined"])
     yield CounterMetricFamily("trueroll_requests_finished", "Requests with a result.", value=service["finished"])
     yield CounterMetricFamily("trueroll_requests_failed", "Requests that ended with an error.", value=service["failed"])
     yield CounterMetricFamily("trueroll_results_dropped", "Results dropped for lack of room.", value=service["dropped"])
@@ -290,7 +292,7 @@ def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     samples = CounterMetricFamily("trueroll_samples_finished", "Samples by finish reason.", labels=["reason"])
     yield _fill(samples, reasons)
     prompt = engine["computed_prompt_tokens"]
-    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens with KV computed.", labels=["kind"])
+    computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens for which KV was computed.", labels=["kind"])
     yield _fill(computed, {"prompt": prompt, "decode": engine["computed_tokens"] - prompt})
     for name, key, text in _ENGINE_COUNTERS:
         yield CounterMetricFamily(f"trueroll_{name}", text, value=engine[key])
@@ -300,9 +302,9 @@ _ENGINE_COUNTERS = (
     ("generated_tokens", "generated_tokens", "Tokens of finished samples."),
     ("prefix_query_tokens", "prefix_queries", "Prompt tokens of generate requests."),
     ("prefix_hit_tokens", "prefix_hits", "Prompt tokens found in the cache or shared with a running computation."),
-    ("preemptions", "preemptions", "Sequences preempted to give their blocks to older ones."),
+    ("preemptions", "preemptions", "Sequences preempted to give their blocks to older sequences."),
     ("recomputed_sequences", "recomputed", "Sequences recomputed after a commit or a sleep."),
-    ("deferred_admissions", "deferred_admissions", "Steps that requests waited for a prefix of another request."),
+    ("deferred_admissions", "deferred_admissions", "Steps that requests waited for a shared prefix."),
     ("evictions", "evictions", "Cached blocks that were evicted."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
@@ -322,7 +324,7 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """Yield a series for each expert and one for each layer, but not for each pair. `tokens`: from `expert_tokens`."""
+    """Yield one series per expert and one per layer, but none per pair of them. `tokens`: from `expert_tokens`."""
     text = "Tokens processed by an expert, over all layers."
     counter = CounterMetricFamily("trueroll_expert_tokens", text, labels=["expert"])
     yield _fill(counter, {str(i): count for i, count in enumerate(tokens.sum(0).tolist())})

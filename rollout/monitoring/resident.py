@@ -1,7 +1,7 @@
-"""The resident memory of this process, cheap to query often.
+"""The resident memory of this process, for frequent queries.
 
-Owns a descriptor of `/proc/self/statm`. It is opened once, so that queries work even when the process has no free
-descriptor left.
+Owns a descriptor of `/proc/self/statm`. The file is opened only once, so that queries work even when the process has no
+free descriptor left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PERIOD_SECONDS = 1.0
 class ResidentMemory:
     """The resident memory of the process that creates it. Any thread may use it.
 
-    Raise OSError if it cannot be read.
+    Raise OSError if `/proc/self/statm` cannot be read.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,10 @@ class ResidentMemory:
         self._read_at = monotonic()
 
     def num_bytes(self) -> int:
-        """Return the bytes in RAM, at most PERIOD_SECONDS old; after `close` or a failed read, the last value."""
+        """Return the resident memory in bytes.
+
+        The value is at most PERIOD_SECONDS old. After `close` or a failed read, it is the last value.
+        """
         with self._lock:
             now = monotonic()
             if self._file is not None and now - self._read_at >= PERIOD_SECONDS:
@@ -52,5 +55,5 @@ class ResidentMemory:
 
 
 def _read(file: int) -> int:
-    """Return the second number in `statm`, which counts resident pages, converted to bytes."""
+    """Return the resident memory in bytes, from the second number in `statm`, which counts pages."""
     return int(os.pread(file, 256, 0).split()[1]) * resource.getpagesize()

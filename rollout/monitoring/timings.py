@@ -1,4 +1,4 @@
-"""Histograms of durations. One thread writes them and any thread reads them without a lock. Imports no torch."""
+"""Histograms of durations. One thread writes a histogram, any thread may read it without a lock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Timings:
 
     - `step`: a step of the engine
     - `stage`: a push from its start until it is verified
-    - `commit_pause`: the time for which a commit kept the engine from stepping
+    - `commit_pause`: the time during which the engine did not step because of a commit
     - `push`: a push from its start until it is committed
-    - `sleep`, `wake_up`: these calls, including the wait for running requests if they are drained
+    - `sleep`, `wake_up`: a call of this kind; a sleep includes the wait for running requests if it drains them
     """
 
     step: Histogram = field(default_factory=Histogram)

@@ -2,12 +2,12 @@
 
 A worker identifies its clients in one of three ways:
 
-- An ipc socket needs no keys: the file system admits only the worker's own user.
-- On a TCP port of loopback, which any user of the machine can reach, worker and clients use the keys in a private file
-  of their user. The file is created on first use.
-- With `curve_secret_key_file` and `clients_file`, on any address, clients have names and roles.
+- An ipc socket needs no keys, because the file system gives access only to the worker's own user.
+- Any user of the machine can reach a TCP port on loopback. There, worker and clients use the keys in a private file of
+  their common user. The file is created on first use.
+- With `curve_secret_key_file` and `clients_file`, on any address, each client has a name and a role.
 
-Does not own sockets. Secrets leave this module only as options of a socket.
+Does not own sockets. Secrets leave this module only as socket options.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Client:
 
 
 OWNER = Client(None, "control")
-"""The client of every message to a worker without named clients."""
+"""The sender of every message to a worker that has no named clients."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ClientKeys:
 
 
 def server_keys(config: WorkerConfig) -> ServerKeys | None:
-    """Return the worker's keys for the configured address, or None if it needs no keys.
+    """Return the worker's keys for the configured address, or None if that address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
@@ -84,15 +84,15 @@ def server_keys(config: WorkerConfig) -> ServerKeys | None:
 
 
 def client_keys(address: str, server_public_key: Key | None, client_key: Key | None) -> ClientKeys | None:
-    """Return a client's keys for a worker at `address`, or None if it needs no keys.
+    """Return a client's keys for a worker at `address`, or None if that address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
     if (server_public_key is None) != (client_key is None):
         found = "server_public_key" if client_key is None else "client_key"
         raise ConfigError(
-            f"keys: server_public_key and client_key belong together, but only {found} is set; set both (the worker "
-            "identifies clients by the keys in its clients_file)"
+            f"keys: server_public_key and client_key must be set together, but only {found} is set; set both (the "
+            "worker identifies clients by the keys in its clients_file)"
         )
     if server_public_key is not None and client_key is not None:
         return ClientKeys(_public_key(server_public_key), *_key_pair(client_key))
@@ -128,8 +128,8 @@ def read_clients(path: str) -> dict[str, Client]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"clients_file: {path} is not a text file that belongs to you and that only you can write: {error}; "
-            "correct the path, or run chmod go-w on it"
+            f"clients_file: cannot use {path}: {error}; give a text file that belongs to you and that only you can "
+            "write (run chmod go-w on it)"
         ) from None
     return parse_clients("clients_file", path, text, _check_key)
 
@@ -159,8 +159,8 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     words = line.split()
     if len(words) != 3 or words[0] not in get_args(Role) or not _USER.fullmatch(words[1]):
         raise ConfigError(
-            f"{where}: expected a role ({' or '.join(get_args(Role))}), a user of up to 64 letters, digits and _.@-, "
-            f"and a key, found {len(words)} words that do not match; correct the line"
+            f"{where}: must contain a role ({' or '.join(get_args(Role))}), a user name of up to 64 letters, digits "
+            f"and _.@-, and a key (got {len(words)} words that do not match)"
         )
     role, user, key = words
     return key, Client(user, role)  # type: ignore[arg-type]
@@ -177,8 +177,8 @@ def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
             data = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: {path} is not a file that belongs to you and that only you can read: {error}; correct the "
-            "path, or run chmod 600 on it"
+            f"{setting}: cannot use {path}: {error}; give a file that belongs to you and that only you can read (run "
+            "chmod 600 on it)"
         ) from None
     if len(data) > most_bytes:
         raise ConfigError(f"{setting}: {path} has more than {most_bytes} bytes; give another file")
@@ -193,7 +193,7 @@ def _public_key(given: Key) -> bytes:
     try:
         public = zmq.auth.load_certificate(key)[0]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: {key} is not a file with a public key: {error}; correct the path") from None
+        raise ConfigError(f"{what}: cannot read a public key from {key}: {error}; correct the path") from None
     _check_key(f"{what}: {key}", public.decode(errors="replace"))
     return public
 
@@ -214,8 +214,8 @@ def _key_or_file(what: str, given: Key) -> bytes | Path:
     if isinstance(given, str) and os.path.exists(given):
         return Path(given)
     raise ConfigError(
-        f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates; "
-        f"the given text of {len(text)} characters is neither; correct it"
+        f"{what}: must be the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates "
+        f"(got a text of {len(text)} characters that is neither)"
     )
 
 
@@ -227,8 +227,7 @@ def _check_key(what: str, key: str) -> None:
     if not _is_key(key):
         found = f"{len(key)} characters" if len(key) != KEY_CHARS else "characters that are not Z85"
         raise ConfigError(
-            f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, found {found}; copy the public-key of "
-            "the .key file"
+            f"{what}: a CURVE key has {KEY_CHARS} Z85 characters (got {found}); copy the public-key from the .key file"
         )
 
 
@@ -242,8 +241,8 @@ def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: {path} is not a file with keys that belongs to you and that only you can read: {error}; "
-            "correct the path, or run chmod 600 on it"
+            f"{setting}: cannot use {path}: {error}; give a key file that belongs to you and that only you can read "
+            "(run chmod 600 on it)"
         ) from None
     if secret is None:
         raise ConfigError(f"{setting}: {path} has no secret key; give the .key_secret file")
@@ -293,7 +292,7 @@ class _OwnKeys:
 
 
 def _own_folder() -> Path:
-    """Return the folder for the keys by the XDG base directory specification, which ignores relative paths."""
+    """Return the folder for the keys, as the XDG base directory specification says. It ignores relative paths."""
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         folder = configured if configured.is_absolute() else Path.home() / ".config"
@@ -313,8 +312,8 @@ def _explained(file: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"keys: {file} is not a private file with this user's keys for tcp addresses: {error}; remove it so that "
-            "new keys are created, set XDG_CONFIG_HOME to a folder of your own, or use an ipc address"
+            f"keys: cannot use {file}, your private file of keys for tcp addresses: {error}; remove the file so that "
+            "new keys are created, set XDG_CONFIG_HOME to your own folder, or use an ipc address"
         ) from None
 
 

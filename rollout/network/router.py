@@ -1,9 +1,9 @@
 """The worker's ROUTER socket: it listens at the configured address, authenticates clients and enforces limits.
 
-Owns the socket, its private folder if there is one, the check of keys, the number of connections (`Gate`), and replies
-that wait for clients that do not read (`Outboxes`). Does not own the meaning of messages. Promises: `receive` names the
-sender of each message; the resources for bytes, connections and slow readers are bounded; `close` leaves nothing
-behind.
+Owns the socket, its private folder if there is one, the check of keys, the number of connections (`Gate`), and the
+replies that wait for slow readers (`Outboxes`). Does not own the meaning of messages. Promises: `receive` names the
+sender of each message. The memory for received bytes, connections and slow readers is bounded. `close` releases all
+resources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from ..config import WorkerConfig
 from .keys import OWNER, Client, ServerKeys, serve_curve, server_keys
 
 MAX_SILENT = 64
-"""Maximum number of connections without a complete message. Each may hold part of a message of the maximum length."""
+"""Maximum number of connections that have not sent a complete message. Each may hold a part of one, up to the maximum
+length.
+"""
 MAX_AHEAD_BYTES = 2**26
 """Maximum number of bytes that a TCP connection may have sent beyond its received messages."""
 LOOK_SECONDS = 0.5
@@ -53,31 +55,33 @@ log = logging.getLogger(__name__)
 class Gate:
     """Limits the connections of a ROUTER socket and reports when connections end.
 
-    Create it before the socket is bound, so that it sees every connection. It calls `on_gone` with the identity of each
-    connection that was `heard` and has ended. If the ended connection is heard again, `on_gone` follows again.
+    Create the gate before the socket is bound, so that it sees every connection. When a connection that was `heard`
+    ends, the gate calls `on_gone` with its identity. If a queued message of the ended connection is heard afterwards,
+    the gate calls `on_gone` again.
 
     Owns a monitor of the ROUTER socket. Promises:
 
     - There are at most `max_connections` connections at a time, and at most `MAX_SILENT` that have not sent a message.
-      A new connection replaces the oldest silent one. So a peer that opens connections without authentication can
-      neither use up the descriptors of the process nor lock out other clients.
+      Beyond a limit, a new connection replaces the oldest silent one. So a peer that opens connections without
+      authentication can neither use up the descriptors of the process nor lock out other clients.
     - A TCP connection is closed, within about `LOOK_SECONDS`, once it has sent more than `MAX_AHEAD_BYTES` beyond its
-      received messages: it sends faster than the worker receives, or its message is endless.
+      received messages. Such a client sends faster than the worker receives, or its message is endless.
 
-    Information about connections is incomplete. For each message, ZMQ gives the descriptor of its connection, and with
-    keys also the connection's number; the authenticator numbers connections in ascending order. For a new or ended
-    connection, the monitor gives only the descriptor. The monitor reports a connection before its first message can be
-    received, and reports its end before the descriptor is reused. But messages of an ended connection may stay queued
-    for long. They arrive interleaved with messages of other connections, and the descriptor may have been reused. Of
-    two connections with the same descriptor, the one with the larger number is newer, and only the newest can be open.
-    Hence:
+    ZMQ provides incomplete information about connections. With each message comes the descriptor of its connection and,
+    if there are keys, the number that the authenticator has given to the connection, in ascending order. For a new or
+    ended connection, the monitor reports only the descriptor. The monitor reports a connection before its first message
+    can be received, and reports its end before the descriptor is reused. But messages of an ended connection may stay
+    queued for a long time. They arrive interleaved with messages of other connections, possibly after the descriptor
+    was reused. Of two connections with the same descriptor, the connection with the larger number is newer, and only
+    the newest connection can be open. Hence:
 
     - `heard` never returns False for an open connection.
-    - `heard` may return True for an ended connection. If the connection was heard before, that lasts until `follow`
-      processes its end. If it was not, that lasts while the connection with the same descriptor is open and silent. In
-      both cases `on_gone` follows: at that end, or once the successor is heard or ends.
+    - `heard` may return True for an ended connection. For a connection that was heard before, this is possible until
+      `follow` processes its end, which calls `on_gone`. For a connection that was not heard before, this is possible
+      while its successor with the same descriptor is open and silent; `on_gone` is called once the successor is heard
+      or ends.
     - Connections without keys have no numbers. All connections that were heard on a descriptor count as open until the
-      last one ends.
+      last of them ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -92,7 +96,7 @@ class Gate:
 
     @property
     def monitor(self) -> Any:
-        """The socket to poll: call `follow` when it is readable."""
+        """The socket to poll. Call `follow` when it is readable."""
         return self._monitor
 
     def follow(self) -> None:
@@ -125,16 +129,18 @@ class Gate:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
-                    log.warning("disconnected a client: it sent %d bytes more than were received", received - taken)
+                    log.warning(
+                        "disconnected a client: it sent %d bytes beyond its received messages", received - taken
+                    )
                     self._end(fd)
 
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
         """Record a message of `num_bytes` from the connection with this identity and number.
 
-        Return whether the connection is still open, as far as that is known (see the class).
+        Return whether the connection is still open, as far as the gate can know (see the class).
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
-            self.follow()  # the connection may be new, ended, or a new one with an identity of its own choice
+            self.follow()  # the connection may be new, may have ended, or may have chosen this identity
             if fd not in self._taken or not self._is_last(fd, number):
                 return False
             self._heard.setdefault(fd, set()).add(identity)
@@ -151,7 +157,7 @@ class Gate:
         return number > newest
 
     def close(self) -> None:
-        """Stop the monitor. Call this before the socket is closed."""
+        """Stop the monitor. Call this before closing the socket."""
         self.follow()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
@@ -198,7 +204,7 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Replies to one client. `is_dropped`: the replies were dropped, and only the error about that is left."""
+    """Replies to one client. `is_dropped`: the replies were dropped, and only the error that says so is left."""
 
     frames: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
@@ -206,15 +212,15 @@ class _Box:
 
 
 class Outboxes:
-    """Sends replies by `router` and queues those that the socket does not accept yet.
+    """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
-    `on_lost` is called with the identity of a client that is gone or was dropped. `user_of` returns the user of a
+    `on_lost`: called with the identity of a client that is gone or was dropped. `user_of`: returns the user of a
     connection.
 
-    Owns the queued replies. Promises that a client gets its replies in order, and that all queued replies together stay
-    within `max_bytes`. Beyond that limit, a connection is dropped: the largest one of the user with the most queued
-    bytes. Its replies are discarded, and its messages are ignored until it reads again and has received one error
-    without an id, which ends all its calls.
+    Owns the queued replies. Promises that each client gets its replies in order, and that all queued replies together
+    stay within `max_bytes`. Beyond that limit, a connection is dropped: of the user with the most queued bytes, the
+    connection with the most. Its replies are discarded, and its messages are ignored until the client reads again and
+    has received one error without an id, which ends all its calls.
     """
 
     def __init__(
@@ -241,12 +247,12 @@ class Outboxes:
         return identity not in self._boxes
 
     def is_dropped(self, identity: bytes) -> bool:
-        """Return whether this client was dropped, so that its messages must be ignored."""
+        """Return whether this client was dropped. Its messages must then be ignored."""
         box = self._boxes.get(identity)
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send now, or as soon as the client reads. Return False if the client is gone or dropped."""
+        """Send a frame now, or as soon as the client reads. Return False if the client is gone or was dropped."""
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
@@ -286,7 +292,7 @@ class Outboxes:
             self._empty(box)
 
     def finish(self, seconds: float) -> None:
-        """Send queued replies to clients that read, for at most `seconds`."""
+        """Keep sending queued replies to clients that read, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._num_bytes and time.monotonic() < deadline:
             self.flush()
@@ -307,8 +313,8 @@ class Outboxes:
     def _drop(self, identity: bytes) -> None:
         box = self._boxes[identity]
         error = UnreadError(
-            f"connection: the client left {box.num_bytes} bytes of replies unread, and max_unread_bytes over all "
-            "clients was exceeded; read, and send the requests again: results are kept"
+            f"connection: replies were dropped, because the client left {box.num_bytes} bytes unread and all clients "
+            "together exceeded max_unread_bytes; read replies, and send the requests again: results are kept"
         )
         self._empty(box)
         box.is_dropped = True
@@ -333,8 +339,8 @@ class Outboxes:
 
 
 OVERSIZE_FACTOR = 2
-"""ZMQ closes a connection that sends a message of more than this factor times `max_message_bytes`. Smaller messages
-above the limit get an error as reply.
+"""ZMQ closes a connection that sends a message larger than this factor times `max_message_bytes`. Smaller messages that
+exceed `max_message_bytes` are answered with an error.
 """
 HANDSHAKE_MS = 5000
 SEND_HWM = 128
@@ -351,7 +357,7 @@ class Peer:
 
     - `identity`: identity of the connection, to which replies are addressed
     - `client`: the authenticated client
-    - `is_gone`: the connection has ended, and another connection may get the identity; see `Gate`
+    - `is_gone`: the connection has ended, so another connection may get the identity; see `Gate`
     """
 
     identity: bytes
@@ -360,10 +366,10 @@ class Peer:
 
 
 class Router:
-    """The bound ROUTER socket. It listens from its construction on.
+    """The bound ROUTER socket. The constructor binds it.
 
-    `address`: the address that it listens at. `on_lost` is called with each identity that gets no more replies. Raise
-    ConfigError if it cannot listen at the configured address or cannot read the keys.
+    `address`: the address at which the socket listens. `on_lost`: called with each identity that can get no more
+    replies. Raise ConfigError if the socket cannot listen at the configured address, or if the keys cannot be read.
     """
 
     def __init__(self, config: WorkerConfig, on_lost: Callable[[bytes], None]) -> None:
@@ -402,13 +408,13 @@ class Router:
         return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Register the sockets with `poller`, which then wakes up when `receive` or `maintain` has work."""
+        """Register the sockets with `poller`, so that it wakes up when `receive` or `maintain` has work."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._gate.monitor, zmq.POLLIN)
 
     @property
     def poll_ms(self) -> float:
-        """Milliseconds until `maintain` has work."""
+        """Milliseconds until `maintain` has work; infinity if no time is known."""
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
@@ -429,9 +435,9 @@ class Router:
         self._on_lost(identity)
 
     def receive(self) -> tuple[Peer, list[bytes]] | None:
-        """Return sender and frames of the next message, or None if there is no message now.
+        """Return the sender and the frames of the next message, or None if there is no message now.
 
-        The list of frames is empty if the message must be ignored.
+        If the message must be ignored, the list of frames is empty.
         """
         try:
             first, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -446,18 +452,18 @@ class Router:
         return Peer(identity, client, not is_there), [] if self._outboxes.is_dropped(identity) else _ends(frames)
 
     def _sender(self, frame: zmq.Frame) -> tuple[Client, int | None]:
-        """Return the client behind a message and, with keys, the number of its connection."""
+        """Return the client that sent a message and, if there are keys, the number of its connection."""
         if self._keys is None:
             return OWNER, None
         key, number = str(frame.get("User-Id")).split()
         return self._keys.clients[key], int(number)
 
     def takes(self, identity: bytes) -> bool:
-        """Return whether the client has read so far that no reply for it is queued here."""
+        """Return whether no replies are queued for this client, because it has read enough."""
         return self._outboxes.takes(identity)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send to a client. Return False if it is gone, or was dropped because it does not read."""
+        """Send a frame to a client. Return False if the client is gone, or was dropped because it does not read."""
         return self._outboxes.send(identity, frame)
 
     def close(self) -> None:
@@ -469,15 +475,15 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """Return a message's frames, with empty bytes for all but the first and the last.
+    """Return a message's frames, with empty bytes for all frames but the first and the last.
 
-    A message of more than one frame is an error, and it may have many frames, which need not be copied.
+    A message of more than one frame is an error, so its frames, which may be many, need not be copied.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Return the descriptor of a frame's connection, or None if the peer speaks ZMTP 1 or 2, which have no keys."""
+    """Return the descriptor of a frame's connection; None if the peer uses ZMTP 1 or 2, which do not support keys."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -490,7 +496,7 @@ def _most_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or wanted <= soft // 2:
         return wanted
     log.warning(
-        "max_connections: using %d instead of %d, since this process may open only %d descriptors",
+        "max_connections: using %d instead of %d, because this process may open only %d descriptors",
         soft // 2,
         wanted,
         soft,
@@ -503,8 +509,8 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a connection that ended with a full
-    # receive queue, or on a connection with an identity that another one took over (ROUTER_HANDOVER). So receive queues
-    # are unbounded, and the worker sends no heartbeats: TCP keepalive detects hosts that are gone.
+    # receive queue, or on a connection with an identity that another connection took over (ROUTER_HANDOVER). So receive
+    # queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects hosts that are gone.
     router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)
@@ -515,7 +521,7 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     if keys is not None:
         serve_curve(router, keys)
         router.set_string(zmq.ZAP_DOMAIN, DOMAIN)
-        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the authenticator no client is admitted
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no client is admitted unless the authenticator answers
 
 
 class _KnownKeys:
@@ -550,7 +556,8 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
 def _check_ipc_is_free(address: str) -> None:
     """Raise OSError if the path of an ipc address is in use.
 
-    Only the leftover socket of a worker that is gone may be replaced. ZMQ would silently remove any file.
+    Only a socket that a dead worker left behind may be replaced. Without this check, ZMQ would silently remove any
+    file.
     """
     path = address.removeprefix("ipc://")
     if path == address or not os.path.lexists(path):

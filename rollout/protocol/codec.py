@@ -67,7 +67,7 @@ def encode(message: FromClient | FromWorker) -> bytes:
 
 
 def encode_for_anyone(message: FinishedSample | Done | Scores) -> bytes:
-    """Return the frame of a reply without the value of its last field, `caller`. `address` completes it."""
+    """Return the frame of a reply without the value of its last field, `caller`. `address` completes the frame."""
     return encode(message.model_copy(update={"caller": None}))[: -len(_NIL)]
 
 
@@ -79,9 +79,9 @@ def address(reply: bytes, caller: str | None) -> bytes:
 def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     """Decode a client's frame.
 
-    Raise ProtocolError if the frame is invalid, or exceeds `max_elements` in total, `MAX_FIELDS` in a map or
-    `MAX_DEPTH`: these limits keep the cost of decoding in proportion to the size of the frame. Raise
-    InvalidRequestError for invalid sampling parameters.
+    Raise ProtocolError if the frame is invalid, or if it exceeds `max_elements` in total, `MAX_FIELDS` in a map or
+    `MAX_DEPTH`. These limits keep the cost of decoding proportional to the size of the frame. Raise InvalidRequestError
+    if sampling parameters are invalid.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
@@ -107,22 +107,28 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
             object_hook=lambda fields: _with_string_keys(count(fields)),
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"message: expected one MessagePack map, but the bytes do not decode ({error})") from None
+        raise ProtocolError(f"message: cannot decode the bytes as one MessagePack map ({error})") from None
     if not isinstance(fields, dict):
-        raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
+        raise ProtocolError(f"message: must be a MessagePack map (got {type(fields).__name__})")
     _check_depth(fields)
     return fields
 
 
 def _check_completeness(frame: bytes) -> None:
-    """Raise the error of unpacking, before memory is allocated, if an array or map announces more than it has."""
+    """Raise the error that unpacking would raise if an array or map announces more elements than the frame contains.
+
+    Unpacking itself would first allocate memory for all announced elements.
+    """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
     unpacker.feed(frame)
     unpacker.skip()
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook for every decoded map and array. It raises ValueError once they have over `limit` elements."""
+    """Return a hook for each decoded map and array, which raises ValueError once they have more than `limit` elements.
+
+    The maps and arrays count as elements, too.
+    """
     num_elements = 0
 
     def count(values: Any) -> Any:
@@ -136,7 +142,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
 
 
 def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
-    """Raise ValueError if a key is not a string: MessagePack also allows bytes."""
+    """Return the fields. Raise ValueError if a key is not a string, because MessagePack also allows bytes."""
     for key in fields:
         if not isinstance(key, str):
             raise ValueError(f"the key {brief(key)} is not a string")
@@ -158,9 +164,9 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """Return the id of an unchecked message, so that its rejection can name it, or None if there is no valid id.
+    """Return the id of an unchecked message, for the error that rejects it; None if there is no valid id.
 
-    Looks only at the first fields, within the first `_ID_WITHIN_BYTES` bytes, to bound the cost.
+    To bound the cost, only the first `_ID_WITHIN_BYTES` bytes are searched.
     """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
     unpacker.feed(memoryview(frame)[:_ID_WITHIN_BYTES])
@@ -170,7 +176,7 @@ def id_in(frame: bytes) -> str | None:
                 id = unpacker.unpack()
                 return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
             unpacker.skip()
-    except Exception:  # these bytes hold no id
+    except Exception:  # the bytes contain no id
         return None
     return None
 
@@ -179,14 +185,15 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     version = fields.get("version")
     if version != PROTOCOL_VERSION or type(version) is not int:
         raise ProtocolError(
-            f"version: expected {PROTOCOL_VERSION}, found {brief(version)}; use the same release on both sides",
+            f"version: must be {PROTOCOL_VERSION} (got {brief(version)}); use the same release of trueroll on both "
+            "sides",
             field="version",
             value=version,
             limit=PROTOCOL_VERSION,
         )
     if fields.get("type") not in types:
         found = fields.get("type")
-        text = f"type: expected one of {', '.join(types)}, found {brief(found)}"
+        text = f"type: must be one of {', '.join(types)} (got {brief(found)})"
         raise ProtocolError(text, field="type", value=found)
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
@@ -243,8 +250,8 @@ _BOOLEANS = frozenset((bool, np.bool_))
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
     """Return token ids as the protocol's int32 array.
 
-    Accepts integers of Python and numpy. Raise InvalidRequestError, which names `field`, for any other values. Booleans
-    are refused too, although numpy would convert them to 0 and 1.
+    Python and numpy integers are accepted. For any other values, raise InvalidRequestError, which names `field`.
+    Booleans are refused too, although numpy would convert them to 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
@@ -256,10 +263,10 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
     except ValueError:  # sequences of different lengths
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        text = f"{field}: expected a flat sequence of token ids, found {brief(token_ids)}"
+        text = f"{field}: must be a flat sequence of token ids (got {brief(token_ids)})"
         raise InvalidRequestError(text, field=field, value=token_ids)
     if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
-        text = f"{field}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
+        text = f"{field}: token ids must fit in 32 bits (got ids from {tokens.min()} to {tokens.max()})"
         raise InvalidRequestError(text, field=field, value=int(max(tokens, key=abs)), limit=2**31 - 1)
     return tokens.astype("<i4").tobytes()
 
@@ -309,12 +316,12 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
 
 
 def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
-    """Return the message that ends message `id` with an error."""
+    """Return the message that answers message `id` with an error."""
     return Error(id=id, caller=caller, **told(error))
 
 
 def sample_output(message: FinishedSample) -> SampleOutput:
-    """Return the engine's sample from a message, with writable arrays."""
+    """Convert a message to the engine's sample, with writable arrays."""
     return SampleOutput(
         request_id=message.id,
         index=message.index,
@@ -331,7 +338,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
 
 
 def sample_delta(message: Delta) -> SampleDelta:
-    """Return the engine's delta of a sample from a message, with writable arrays."""
+    """Convert a message to the engine's delta of a sample, with writable arrays."""
     return SampleDelta(
         request_id=message.id,
         index=message.index,
@@ -342,7 +349,7 @@ def sample_delta(message: Delta) -> SampleDelta:
 
 
 def score_output(message: Scores) -> ScoreOutput:
-    """Return the engine's scores from a message, with writable arrays."""
+    """Convert a message to the engine's scores, with writable arrays."""
     return ScoreOutput(
         request_id=message.id,
         finish_reason=message.finish_reason,
@@ -353,7 +360,7 @@ def score_output(message: Scores) -> ScoreOutput:
 
 
 def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
-    """Return the engine's `routed_experts` from a message, writable."""
+    """Convert the field of a message to the engine's `routed_experts`, a writable array."""
     if routed is None:
         return None
     elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
@@ -374,9 +381,9 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 
 
 class Growth:
-    """The known beginning of a sample, built from deltas.
+    """The tokens of a sample so far, assembled from deltas.
 
-    `first`: a delta that starts with token 0; it gives the sample's id and index.
+    `first`: a delta that starts with token 0. It also provides the id and the index of the sample.
     """
 
     def __init__(self, first: Delta) -> None:
@@ -391,9 +398,10 @@ class Growth:
         return len(self._columns[TOKENS]) // 4
 
     def put(self, delta: Delta) -> bool:
-        """Append the new tokens of a delta.
+        """Append the new tokens of a delta, and return True.
 
-        Return False, and change nothing, if the delta contradicts the known tokens or would leave a gap.
+        If the delta contradicts the known tokens, has other columns or would leave a gap, change nothing and return
+        False.
         """
         found, num_known = _columns(delta), self.num_tokens - delta.start
         if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
@@ -406,7 +414,7 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """Return the tokens from `start` on as a delta: at least one, and otherwise no more than `max_bytes` allow."""
+        """Return the tokens from `start` on as a delta: as many as fit in `max_bytes`, but at least one."""
         widths = self._widths
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {
@@ -430,11 +438,11 @@ def delta_of(sample: FinishedSample) -> Delta:
 
 
 def _columns(delta: Delta) -> dict[Column, bytes]:
-    """Return the tokens and columns of a delta as bytes."""
+    """Return all columns of a delta, including the tokens, as bytes."""
     return {TOKENS: delta.token_ids, **bytes_within(delta)}
 
 
 def _agree(known: bytearray, new: bytes, start: int) -> bool:
-    """Return whether `new`, which starts at byte `start`, equals `known` where the two overlap."""
+    """Return whether `new`, placed at byte `start` of `known`, equals `known` where the two overlap."""
     count = min(len(known) - start, len(new))
     return known[start : start + count] == new[:count]

@@ -1,7 +1,7 @@
 """The mapping between error codes on the wire and exception classes.
 
-A worker sends an error as its `code`, text, field, value and limit. A client raises the class of that code, so the same
-`except` works with an engine in this process and with a worker behind a socket.
+A worker sends the `code`, text, field, value and limit of an error. The client raises the exception class of that code.
+So the same `except` clause works with an engine in this process and with a worker behind a socket.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_ERROR_CHARS = 2000
 
 
 def told(error: TruerollError) -> dict[str, Any]:
-    """Return the arguments of `error_from_code` that describe an error to another process."""
+    """Return the arguments with which `error_from_code` recreates an error in another process."""
     text = str(error)[:MAX_ERROR_CHARS]
     return dict(code=error.code, message=text, field=error.field, value=error.value, limit=error.limit)
 

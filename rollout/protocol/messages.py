@@ -1,4 +1,4 @@
-"""The fields of the messages between client and worker. Messages of a push come from `weight_sync`.
+"""The fields of the messages between client and worker, except for the messages of a push, which `weight_sync` defines.
 
 `docs/protocol.md` describes the same messages for authors of other clients. Uses no sockets and imports no torch.
 """
@@ -45,7 +45,7 @@ ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 def _is_whole_words(data: bytes) -> bytes:
     if len(data) % 4:
-        raise ValueError(f"array: {len(data)} bytes are not a multiple of 4 bytes, the size of an element")
+        raise ValueError(f"array: length must be a multiple of 4 bytes, the size of an element (got {len(data)} bytes)")
     return data
 
 
@@ -59,11 +59,11 @@ Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 class _Request(Message):
     """Fields that `Generate` and `GetScores` share.
 
-    - `caller`: name of the caller of this submission. It stays the same if the request is sent again because its reply
-      was lost. If another caller aborted the request before, the aborted result does not answer this submission.
-    - `min_weight_version`: minimum version of the weights to begin with. A worker with older weights answers with the
-      error `stale_weights`, unless `wait_for_weights` is set.
-    - `wait_for_weights`: wait, unstarted, for a push that brings the demanded weights
+    - `caller`: name of the caller of this submission. Keep the name if the request is sent again because its reply was
+      lost. If the request was aborted earlier by another caller, the aborted result does not answer this submission.
+    - `min_weight_version`: minimum version of the weights with which the request may begin. A worker with older weights
+      answers with the error `stale_weights`, unless `wait_for_weights` is set.
+    - `wait_for_weights`: do not begin before a push brings weights of the minimum version
     """
 
     min_weight_version: Version | None = None
@@ -74,7 +74,7 @@ class _Request(Message):
     @classmethod
     def _knows_what_it_waits_for(cls, waits: bool, info: ValidationInfo) -> bool:
         if waits and info.data.get("min_weight_version", 0) is None:
-            raise ValueError("wait_for_weights: it needs min_weight_version, which is not set; set both")
+            raise ValueError("wait_for_weights: requires min_weight_version, which is not set; set both")
         return waits
 
 
@@ -83,8 +83,8 @@ class Generate(_Request):
 
     - `prompt_token_ids`: int32 array
     - `num_prior_tokens`, `spans`: see `GenerateRequest`
-    - `deltas`: send this caller `Deltas` while the samples grow
-    - `while_connected`: end the request, and drop its result, once no waiting client is connected any more
+    - `deltas`: send `Deltas` to this caller while the samples grow
+    - `while_connected`: end the request and drop its result as soon as no client that waits for it is connected
     - other fields: see `_Request`
     """
 
@@ -117,10 +117,10 @@ class GetScores(_Request):
 
 
 class Abort(Message):
-    """End request `request_id`, or only its sample `index`. Tokens that were generated so far are kept.
+    """End request `request_id`, or only its sample `index`. Its result keeps the tokens generated so far.
 
-    With `caller`, only this caller gives up the request and gets no more replies. If no other caller waits for the
-    request, it ends and its result is not kept.
+    With `caller`, only this caller gives up the request, and it gets no more replies. If no other caller waits for the
+    request, the request ends and its result is not kept.
     """
 
     type: Literal["abort"] = "abort"
@@ -132,7 +132,7 @@ class Abort(Message):
     @model_validator(mode="after")
     def _a_caller_gives_up_all_samples(self) -> Abort:
         if self.caller is not None and self.index is not None:
-            raise ValueError("abort: caller and index exclude each other; leave out one of them")
+            raise ValueError("abort: caller and index cannot be combined; leave out one of them")
         return self
 
 
@@ -168,7 +168,7 @@ class Resume(Message):
 
 
 class Drain(Message):
-    """Finish all accepted requests, for at most `timeout` seconds, and then pause."""
+    """Finish all accepted requests within `timeout` seconds, and then pause."""
 
     type: Literal["drain"] = "drain"
     id: Id
@@ -218,7 +218,7 @@ class SaveWeights(Message):
 
 
 class GetChecksums(Message):
-    """Request the checksums of the served weights. The engine computes them between two steps, which wait."""
+    """Request the checksums of the served weights. The engine computes them between two steps."""
 
     type: Literal["checksums"] = "checksums"
     id: Id
@@ -240,8 +240,8 @@ class TopArrays(Message):
         expected = self.k * len(self.entropy)
         if len(self.token_ids) != expected or len(self.logprobs) != expected:
             raise ValueError(
-                f"tops: expected {expected} bytes of token ids and of log-probs, {self.k} for each entropy, found "
-                f"{len(self.token_ids)} and {len(self.logprobs)}"
+                f"tops: token_ids and logprobs must each have {expected} bytes, {self.k} elements for each entropy "
+                f"(got {len(self.token_ids)} and {len(self.logprobs)} bytes)"
             )
         return self
 
@@ -258,8 +258,8 @@ class RoutedExperts(Message):
         expected = math.prod(self.shape) * (1 if self.dtype == "uint8" else 2)
         if len(self.data) != expected:
             raise ValueError(
-                f"routed_experts: expected {expected} bytes, {self.dtype} for each of {self.shape}, found "
-                f"{len(self.data)}"
+                f"routed_experts: {self.dtype} elements of shape {self.shape} need {expected} bytes (got "
+                f"{len(self.data)})"
             )
         return self
 
@@ -305,7 +305,7 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens of unfinished samples since the last `Deltas` to `caller`, for all its requests with `deltas`."""
+    """New tokens, since the last `Deltas` to `caller`, of unfinished samples of all its requests with `deltas`."""
 
     type: Literal["deltas"] = "deltas"
     samples: tuple[Delta, ...]
@@ -313,7 +313,7 @@ class Deltas(Message):
 
 
 class Done(Message):
-    """The terminal reply to a generate: all its samples were sent. `params`: as used, including the seed."""
+    """The terminal reply to `Generate`, after all its samples. `params`: the parameters used, including the seed."""
 
     type: Literal["done"] = "done"
     id: Id
@@ -324,7 +324,7 @@ class Done(Message):
 
 
 class Scores(Message):
-    """The terminal reply to a score, with the fields of `ScoreOutput`."""
+    """The terminal reply to `GetScores`, with the fields of `ScoreOutput`."""
 
     type: Literal["scores"] = "scores"
     id: Id
@@ -353,7 +353,7 @@ class Error(Message):
 
 
 class Aborted(Message):
-    """The terminal reply to an abort. `num_samples`: number of unfinished samples (or scores) that it ended."""
+    """The terminal reply to `Abort`. `num_samples`: number of unfinished samples (or scores) that the abort ended."""
 
     type: Literal["aborted"] = "aborted"
     id: Id
@@ -374,13 +374,13 @@ class Health(Message):
     """The worker's state.
 
     - `instance`: random id of the worker's process
-    - `seconds_since_progress`: seconds since the last step that computed or finished something, or since work arrived
-      at an idle engine; None while loading
+    - `seconds_since_progress`: seconds since the last step that computed or finished something, or, if later, since an
+      idle engine got work; None while loading
     - `weight_version`: version of the served weights; None while loading
     - `requests`: counts of `open` requests (accepted, unfinished), of `running` and `waiting` sequences in the engine,
       and of `kept` results
-    - `memory`: bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache`, `staging` and, for a model
-      with experts, `routed_experts`
+    - `memory`: bytes by tag: `process` (resident memory); once loaded also `weights`, `kv_cache`, `staging` and, for a
+      model with experts, `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the released memory
     - `push`: the push in progress, if any
@@ -456,4 +456,4 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
     GetChecksums: (Checksums,),
 }
-"""The types of replies to each kind of call, in addition to errors and requested `Deltas`."""
+"""The types of the replies to each kind of call. Errors, and `Deltas` if requested, come in addition."""

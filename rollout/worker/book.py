@@ -1,13 +1,13 @@
 """The requests of a worker, from their submission to their one terminal reply.
 
-Owns: each request with everything attached to it: its entry (`ledger`), its admission, its place among the requests
-that the engine does not have yet (`WaitingRoom`), the clients that stream it (`Streams`), and its pending aborts. Does
-not own: sockets, the engine, or the state of the worker. It runs on the worker's thread.
+Owns: for each request, its entry (`ledger`), its admission, its place among the requests that the engine does not have
+yet (`WaitingRoom`), the clients that stream it (`Streams`), and its pending aborts. Does not own: sockets, the engine,
+or the state of the worker. It runs on the worker's thread.
 
-Promises: every accepted request gets exactly one terminal reply for each time that it was submitted, unless its client
-does not read. Every request ends through `end`, whether it finishes, fails, is aborted or refused, or ends with its
-client or with the worker. After that only a kept result is left of it. No user reaches another user's requests or
-cached prefixes.
+Promises: every submission of an accepted request gets exactly one terminal reply, unless its client does not read.
+Every request ends through `end`, whether it finishes, fails, is aborted or refused, or ends because its client or the
+worker goes away. After that, only a kept result remains of it. No user can access another user's requests or cached
+prefixes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from .engine_thread import Add, Command, End, Ended, Run, Stream
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
 
 MOST_CALLERS = 1024
-"""Limit on the callers that submit the same request."""
+"""Maximum number of callers that can submit the same request."""
 
 
 class Conditions(NamedTuple):
-    """The worker's conditions for a new request.
+    """The parts of the worker's state on which the admission of a request depends.
 
-    `takes_requests`: the engine may get a request now. `version`: version of the weights in use; None until the model
+    `takes_requests`: the engine accepts requests now. `version`: version of the served weights; None until the model
     has loaded.
     """
 
@@ -70,7 +70,10 @@ def check_admission(
     ledger: Ledger,
     max_model_len: int | None,
 ) -> None:
-    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError if it is refused."""
+    """Check whether the worker can accept a new request.
+
+    Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError if it cannot.
+    """
     _check_state(conditions, config)
     num_samples = message.params.n if isinstance(message, Generate) else 1
     if num_samples > config.max_n:
@@ -105,9 +108,9 @@ def check_succession(entry: Entry, submission: Submission, config: WorkerConfig,
 
 
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless one more submission fits.
+    """Raise QueueFullError unless there is room for one more submission of a known request.
 
-    Submissions of known requests have a budget of their own, so that a client can submit again after a lost connection.
+    These submissions have a separate budget, so that a client can submit again after it lost its connection.
     """
     more, of = submission.num_bytes, " by submissions of known requests"
     _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
@@ -136,7 +139,8 @@ def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
 def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
     if held + more > (most := getattr(config, limit)):
         raise QueueFullError(
-            f"queue: no room for {more} more, as {held} of {limit} = {most} are used{of}; wait for results, then retry",
+            f"queue: {limit} = {most} is exceeded ({held} in use{of}, {more} more requested); wait for results, then "
+            "retry",
             field=limit,
             value=held + more,
             limit=most,
@@ -152,7 +156,7 @@ def _length(message: Generate | GetScores) -> tuple[str, int, int]:
 
 
 MOST_BYTES = 2**20
-"""Limit on a message in bytes, unless a single token takes more."""
+"""Maximum size of a message in bytes, unless a single token is larger."""
 Reader: TypeAlias = tuple[bytes, str | None]
 """The identity of a connection, and the caller behind it."""
 _Place: TypeAlias = tuple[str, int]
@@ -161,7 +165,7 @@ _Place: TypeAlias = tuple[str, int]
 
 @dataclass
 class _Stream:
-    """A streamed request. `growths`: its unfinished samples so far. `readers`: its readers."""
+    """A streamed request. `growths`: the tokens so far of each unfinished sample, by index. `readers`: its readers."""
 
     growths: dict[int, Growth] = field(default_factory=dict)
     readers: set[Reader] = field(default_factory=set)
@@ -171,7 +175,7 @@ class _Stream:
 class _Progress:
     """The progress of a reader.
 
-    `keys`: the requests that it streams. `told`: for each sample, the number of tokens sent. `due`: samples with
+    `keys`: keys of the requests that the reader streams. `told`: number of tokens sent, by sample. `due`: samples with
     unsent tokens.
     """
 
@@ -187,15 +191,16 @@ class _Progress:
 class Streams:
     """The streams of requests, by key.
 
-    `send`: gives a connection a message. `takes`: returns whether a connection has read everything sent before.
+    `send`: sends a message to a connection. `takes`: returns whether a connection has read everything sent before.
 
-    Owns: the tokens so far of unfinished samples of streamed requests, once for all readers; the readers, and the
-    progress of each. Does not own: sockets, the ledger, or the replies that end a sample.
+    Owns: the tokens so far of the unfinished samples of streamed requests, stored once for all readers; and the
+    readers, with the progress of each. Does not own: sockets, the ledger, or the replies that end a sample.
 
-    Promises: a reader gets each token once and in order, from the first one on, however late it joins. When the sample
-    ends, it gets no more deltas: the remaining tokens are in the sample. All unsent tokens of a reader go out in one
-    message (in several above about `MOST_BYTES`), once it has read everything sent before. A reader that does not read
-    costs only its place in each sample, however long the samples grow. A request without readers costs nothing.
+    Promises: a reader gets each token once and in order, starting with the first token even if it joins late. When a
+    sample ends, its readers get no more deltas: the finished sample contains the remaining tokens. Once a reader has
+    read everything sent before, all its unsent tokens go out in one message, or in several of about `MOST_BYTES`. For a
+    reader that does not read, only its position in each sample is stored, however long the samples grow. A request
+    without readers costs nothing.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -210,7 +215,7 @@ class Streams:
         return key in self._streams
 
     def add(self, key: str, reader: Reader) -> None:
-        """Add a reader of a request. A reader that is there already starts again."""
+        """Add a reader of a request. If the reader is already there, it starts again with the first token."""
         self._remove(key, reader)
         stream = self._streams.setdefault(key, _Stream())
         stream.readers.add(reader)
@@ -226,12 +231,15 @@ class Streams:
         if growth is None:
             stream.growths[delta.index] = Growth(delta)
         elif not growth.put(delta):
-            raise RuntimeError(f"streams: expected tokens of {key!r} from {growth.num_tokens} on, found {delta.start}")
+            raise RuntimeError(
+                f"streams: the delta of {key!r} from token {delta.start} on does not continue its {growth.num_tokens} "
+                "known tokens"
+            )
         for reader in stream.readers:
             self._fall_due(reader, (key, delta.index))
 
     def end_sample(self, key: str, index: int) -> None:
-        """End the sample for all readers, which get no more deltas of it."""
+        """End a sample for all readers. They get no more deltas of it."""
         if stream := self._streams.get(key):
             stream.growths.pop(index, None)
             for reader in stream.readers:
@@ -245,7 +253,7 @@ class Streams:
             del self._streams[key]
 
     def withdraw(self, key: str, caller: str) -> None:
-        """Remove the readers of `caller` from a request."""
+        """Remove the readers that belong to `caller` from a request."""
         if stream := self._streams.get(key):
             for reader in [reader for reader in stream.readers if reader[1] == caller]:
                 self._remove(key, reader)
@@ -307,14 +315,17 @@ class Streams:
 
 @dataclass
 class Waiting:
-    """A request that waits, and its message. `ended`: indices of aborted samples; 0 for a score."""
+    """A waiting request, and its message. `ended`: indices of aborted samples; {0} for an aborted score."""
 
     request: Request
     message: Generate | GetScores
     ended: set[int] = field(default_factory=set)
 
     def abort(self, index: int | None) -> list[Output]:
-        """End sample `index`, or all that are left. Return their outputs; empty if there is nothing to end."""
+        """End sample `index`, or all remaining samples if it is None.
+
+        Return the outputs of the ended samples. The list is empty if there is nothing to end.
+        """
         if not isinstance(self.request, GenerateRequest):
             if index is not None or self.ended:
                 return []
@@ -329,9 +340,9 @@ class Waiting:
 class WaitingRoom:
     """The requests that the engine does not have yet, by key.
 
-    Owns which of their samples were aborted meanwhile. Does not own their ledger entries, or the engine. Promises:
-    requests leave in the order in which they came, except for requests that wait for weights. These are not checked
-    before the weights may have changed. An aborted sample is never computed.
+    Owns the record of which of their samples were aborted while they waited. Does not own their ledger entries, or the
+    engine. Promises: requests leave in the order in which they came, except for requests that wait for weights, which
+    are checked again only after the weights may have changed. An aborted sample is never computed.
     """
 
     def __init__(self) -> None:
@@ -345,7 +356,7 @@ class WaitingRoom:
         return key in self._due or key in self._early
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """Add a request, to be checked next."""
+        """Add a request. The next `take_due` checks it."""
         self._due[key] = waiting
 
     def get(self, key: str) -> Waiting | None:
@@ -361,13 +372,14 @@ class WaitingRoom:
         self._early.pop(key, None)
 
     def look_at_all(self) -> None:
-        """Let `take_due` check the requests again that wait for weights, since the weights may have changed."""
+        """Let `take_due` check all requests again, because the weights may have changed."""
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Remove the due requests. Return those that can begin with weights `version`, and errors for refused ones.
+        """Check the due requests. Remove and return the ones that weights `version` can serve, and the refused ones.
 
-        `version`: None if it is unknown yet; requests that demand a version then wait.
+        Each refused request comes with its error. Requests that wait for newer weights stay. `version`: None if it is
+        not known yet; requests that demand a version then stay, too.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -382,13 +394,13 @@ class WaitingRoom:
         return ready, refused
 
     def take_early(self) -> list[Waiting]:
-        """Remove and return the requests that wait for weights, since no more weights will come."""
+        """Remove and return the requests that wait for weights, because no more weights will come."""
         early, self._early = self._early, {}
         return list(early.values())
 
 
 def serves(message: Generate | GetScores, version: int | None) -> bool:
-    """Return whether weights of `version` are as new as the request demands."""
+    """Return whether weights of `version` are new enough for the request."""
     demanded = message.min_weight_version
     return demanded is None or (version is not None and version >= demanded)
 
@@ -415,9 +427,9 @@ def _empty_scores(id: str) -> ScoreOutput:
 
 
 class Abortion(NamedTuple):
-    """An order to the engine to end samples of `entry`.
+    """A command to the engine to end samples of `entry`.
 
-    `call`, `message`: the key of the abort call, and the call; None if no client waits for the answer.
+    `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
     """
 
     entry: Entry
@@ -428,8 +440,8 @@ class Abortion(NamedTuple):
 class RequestBook:
     """The requests of all users.
 
-    - `command`: gives the engine a command.
-    - `send`: sends a client a frame; returns False if the client gets no more.
+    - `command`: sends a command to the engine.
+    - `send`: sends a frame to a client; returns False if the client can get no more replies.
     - `takes`: returns whether a client has read everything sent before.
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that the engine does not have yet.
@@ -465,7 +477,7 @@ class RequestBook:
     # Calls of clients.
 
     def submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:
-        """Take a request, new or known. Raise TruerollError if it is refused."""
+        """Accept a new request, or another submission of a known one. Raise TruerollError if it is refused."""
         submission = Submission(identity, message.caller, num_streamed_by(message))
         entry = self.ledger.find(user, message)
         is_open = entry is not None and entry.key in self.ledger.open
@@ -505,7 +517,7 @@ class RequestBook:
             self._command(Stream(key))
 
     def acknowledge(self, user: str | None, message: protocol.Ack) -> None:
-        """Note that the results of some requests have arrived."""
+        """Record that the client has received the results of these requests."""
         for id in message.ids:
             self.ledger.acknowledge(scoped(user, id))
 
@@ -527,10 +539,10 @@ class RequestBook:
             self._tell_engine(Abortion(entry, call, message))
 
     def lose(self, identity: bytes) -> None:
-        """Remove a client that gets no more replies.
+        """Remove a client that can get no more replies.
 
-        A request without a waiting client ends if it is `while_connected`, or if it still waits for weights. A client
-        that comes back submits it again.
+        A request that no client waits for any more ends if it is `while_connected`, or if it still waits for weights. A
+        client that reconnects submits it again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -545,7 +557,7 @@ class RequestBook:
     # Commands and events of the engine.
 
     def admit(self, whatever_state: bool = False) -> None:
-        """Give the engine the waiting requests, if it takes requests now, or with `whatever_state` in any state.
+        """Send the waiting requests to the engine if it accepts requests now, or in any state with `whatever_state`.
 
         Requests that demand newer weights keep waiting, or are refused.
         """
@@ -556,7 +568,7 @@ class RequestBook:
             self._give(conditions.version)
 
     def _give(self, version: int | None) -> None:
-        """Give the engine the requests that weights `version`, which it has, are new enough for."""
+        """Send the engine the waiting requests for which its weights, `version`, are new enough."""
         ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
@@ -597,7 +609,7 @@ class RequestBook:
         self._submit_successors(abortion.entry)
 
     def end(self, key: str, error: TruerollError | None = None) -> None:
-        """End a request: all of its samples have ended, or it gets `error` instead."""
+        """End a request, because all its samples have ended or because of `error`."""
         entry = self.ledger.open[key]
         self.streams.end(key)
         self.waiting_room.discard(key)
@@ -610,9 +622,10 @@ class RequestBook:
         self._submit_successors(entry)
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Give the engine a command.
+        """Send a command to the engine.
 
-        `aborts`: it aborts all requests of the engine. Later submissions of these requests then wait for their end.
+        `aborts`: the command aborts all requests that the engine has. Later submissions of these requests wait until
+        the aborted requests have ended.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -621,7 +634,7 @@ class RequestBook:
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
-        """Take the outputs that a command between two steps has ended."""
+        """Take the outputs of a command that ran between two steps."""
         self.take_outputs(outputs)
         interrupted, self._interrupted = self._interrupted, []
         for entry in interrupted:
@@ -632,28 +645,31 @@ class RequestBook:
     # The end of the worker.
 
     def let_in_the_last(self) -> None:
-        """Admit the last requests. Abort those that demand newer weights, since the worker takes no more pushes."""
+        """Send all waiting requests to the engine.
+
+        Abort those that demand newer weights, because the worker accepts no more pushes.
+        """
         self.waiting_room.look_at_all()
         self.admit(whatever_state=True)
         for waiting in self.waiting_room.take_early():
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
-        """Order the engine to end every request."""
+        """Tell the engine to end every request."""
         for entry in list(self.ledger.open.values()):
             self._tell_engine(Abortion(entry))
 
     def fail_all(self, error: TruerollError) -> None:
-        """Answer every request and abort with an error."""
+        """Answer every request and every abort call with an error."""
         for key in list(self.ledger.open):
             self.end(key, error)
         for call in self._aborts.under_way:
             self._aborts.refuse(call, error)
 
-    # Steps that several of these share.
+    # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors, unless it is open and some of it was, or will be, aborted."""
+        """Submit the entry's successors, unless the entry is still open and was, or will be, partly aborted."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -663,13 +679,13 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
-        """Order the engine to end the samples that an abort names, or all of the entry."""
+        """Tell the engine to end the sample that an abort names, or all samples of the entry."""
         abortion.entry.num_aborts += 1
         index = None if abortion.message is None else abortion.message.index
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """Answer an abort that has ended `outputs`; with an error if they are empty."""
+        """Take the outputs that an abort has ended, and answer the abort; with an error if there are none."""
         self.take_outputs(outputs)
         if outputs:
             self._answer_abort(call, message, len(outputs))
@@ -699,7 +715,7 @@ def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> byte
 
 
 def _request_of(entry: Entry) -> Request:
-    """Return the request as the engine gets it."""
+    """Return the request in the engine's form."""
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
@@ -718,7 +734,8 @@ def _ends_with_client(entry: Entry) -> bool:
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
     """Return the last message of a request.
 
-    `max_model_len`: None if it was aborted before the model had loaded, so that nothing used its parameters.
+    `max_model_len`: None if the request was aborted before the model had loaded, so that its parameters were never
+    used.
     """
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4

@@ -1,11 +1,11 @@
 """Control of a worker: the lifecycle calls and the calls of pushes.
 
 Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the current operation and push
-(`pushes`), the socket, the requests, the engine. It runs on the worker's thread, and reaches the engine only through
+(`pushes`), the socket, the requests, or the engine. It runs on the worker's thread, and reaches the engine only through
 commands.
 
-Promises: one operation at a time, in the order of the calls. Every call gets exactly one reply, even if the worker
-shuts down or fails.
+Promises: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
+worker shuts down or fails.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Requests(EngineHost, Protocol):
     """The part of the requests that control uses."""
 
     def admit(self) -> None:
-        """Give the waiting requests to the engine, if `Control.takes_requests`."""
+        """Send the waiting requests to the engine, if `Control.takes_requests`."""
         ...
 
 
 _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPush)
-"""Calls that are handled at once, even while an operation waits for the engine."""
+"""Calls that are handled immediately, even while an operation waits for the engine."""
 
 
 class Control:
-    """Takes control calls by `handle`. Call `follow` whenever something may have changed."""
+    """Handles control calls (`handle`). Call `follow` whenever something may have changed."""
 
     def __init__(self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
         self.lifecycle = Lifecycle()
@@ -67,7 +67,7 @@ class Control:
 
     @property
     def takes_requests(self) -> bool:
-        """Return whether the engine may get a new request now."""
+        """Return whether new requests may go to the engine now."""
         return self.lifecycle.state in ("loading", "ready") and self._operations.current is None
 
     @property
@@ -76,14 +76,19 @@ class Control:
         return min(self._operations.deadline, self.pushes.deadline)
 
     def finish_loading(self, weights: Destination, device: str) -> None:
-        """Note that the model has loaded. `weights`: destination of pushes, on `device`."""
+        """Record that the model has loaded. `weights`: destination of pushes, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
         self.pushes.target = Target(weights, device, gpu_of(device))
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Take a call, and answer it now or later. Raise IdConflictError; for GetWeights IllegalStateError."""
+        """Handle a call, and answer it now or later.
+
+        Raise IdConflictError if another call has its id, and QueueFullError if too many calls are pending. For
+        GetWeights, raise IllegalStateError or UnavailableError if the state does not allow it. Other errors are sent as
+        replies.
+        """
         if isinstance(call, protocol.GetWeights):
             self._check(call)
             self._host.reply(identity, self._describe_weights(call))
@@ -111,7 +116,7 @@ class Control:
         self.lifecycle.check(call.type)
 
     def follow(self) -> None:
-        """Continue the current operation, and begin the calls that wait."""
+        """Continue the current operation, and start waiting calls."""
         self._operations.follow()
         self.pushes.follow()
         self._requests.admit()
@@ -120,7 +125,7 @@ class Control:
             self._requests.admit()  # a later call, such as a drain, covers the requests before it
 
     def handle_ran(self, event: Ran) -> None:
-        """Note that the engine has finished the action of the current operation."""
+        """Record that the engine has finished the action of the current operation."""
         self._operations.finish(event.command, event.seconds)
         self.follow()
 
@@ -148,7 +153,10 @@ class Control:
                     self._operations.begin(operation)
 
     def _operation_of(self, call: protocol.LifecycleCall) -> Operation | None:
-        """Return the operation for a call; None if its state is the current one. Raise TruerollError if impossible."""
+        """Return the operation for a call, or None if the worker already is in the requested state.
+
+        Raise TruerollError if the call is not possible.
+        """
         standing = self.lifecycle.standing
         match call:
             case protocol.Pause() | protocol.Resume():
@@ -173,7 +181,7 @@ class Control:
                 return self._compute_checksums(call)
 
     def _done(self, call: protocol.LifecycleCall, took: Histogram | None = None) -> Callable[[float], None]:
-        """Return the callback for the end of a call's operation. `took`: observes the seconds from now until then."""
+        """Return the callback for the end of a call's operation. `took`: histogram of the time from now until then."""
         started = time.monotonic()
 
         def done(seconds: float) -> None:
@@ -208,7 +216,8 @@ class Control:
         push_id, version, weights = self.pushes.served, self._host.weight_version(), self.pushes.weights
         if push_id is None:
             raise PushError(
-                "save_weights: the weights are those of the model's own checkpoint, not of a push; load the checkpoint"
+                "save_weights: only pushed weights can be saved, but this worker serves the model's own checkpoint; "
+                "use the checkpoint"
             )
         self._policy.check_writable(call.folder)
         failed: list[PushError] = []
@@ -230,7 +239,7 @@ class Control:
 
         self.lifecycle.check_weights_awake(call.type)
         if self.lifecycle.standing.is_dirty:
-            text = f"{call.type}: is not allowed in state dirty, without whole weights; push whole weights first"
+            text = f"{call.type}: is not allowed in state dirty (incomplete weights); push whole weights first"
             raise IllegalStateError(text, value="dirty")
         weights, checksums = self.pushes.weights, {}
 
@@ -286,7 +295,7 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse waiting calls, and an operation that has not reached the engine. One in the engine goes on."""
+        """Refuse waiting calls, and cancel the current operation unless it has reached the engine."""
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())

@@ -1,8 +1,8 @@
 """The thread that owns the engine: no other thread builds, feeds or steps it.
 
-Commands come in through one queue and events go out through another. Therefore nothing here is locked, and no part of
-the engine is shared. A command waits at most one step. Between steps the thread publishes a `Snapshot` for health and
-stats. Promises: commands are applied in order, and every exception of the engine comes out as an event.
+Commands arrive through a queue, and events leave through a callback. No part of the engine is shared, so no locks are
+needed. A command waits at most one step. Between steps, the thread replaces the `Snapshot` that health and stats read.
+Promises: commands are applied in order, and every exception that the engine raises becomes an event.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ServedEngine(Protocol):
     def settle(self) -> list[Output]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
-        """Commit new weights. `staging`: made by `new_staging` of this engine's `weights`; no other kind works."""
+        """Commit new weights. `staging`: must come from `new_staging` of this engine's `weights`."""
         ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
@@ -75,9 +75,9 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Add:
-    """Give the engine a request. Answered by its outputs, or by `Refused`.
+    """Add a request to the engine. Answered by the request's outputs, or by `Refused`.
 
-    `ended`: indices of samples that have ended before and are not generated.
+    `ended`: indices of samples that have already ended and must not be generated.
     """
 
     request: Request
@@ -86,9 +86,9 @@ class Add:
 
 @dataclass(frozen=True)
 class Stream:
-    """Stream a request: `Finished` then has deltas of its samples, first one with all tokens so far.
+    """Stream a request: from now on `Finished` contains deltas of its samples.
 
-    No-op if the request has ended.
+    The first delta of a sample contains all its tokens so far. No-op if the request has ended.
     """
 
     request_id: str
@@ -96,7 +96,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class End:
-    """End the unfinished samples of a request, or one of them. Answered by `Ended`. `tag`: for the sender's use."""
+    """End the unfinished samples of a request, or only sample `index`. Answered by `Ended`. `tag`: for the sender."""
 
     request_id: str
     index: int | None
@@ -105,7 +105,10 @@ class End:
 
 @dataclass(frozen=True)
 class Run:
-    """Run an action on the engine between two steps. Step afterwards only unless `hold`. Answered by `Ran`."""
+    """Run an action on the engine between two steps. Answered by `Ran`.
+
+    `hold`: do not step afterwards, until a `Run` without `hold`.
+    """
 
     action: Callable[[ServedEngine], list[Output]]
     hold: bool
@@ -113,7 +116,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Stop:
-    """Leave the loop, even if requests are unfinished. There is no answer."""
+    """End the thread, even if requests are unfinished. No event answers it."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ran:
-    """The outputs that a `Run` finished, and the seconds for which it kept the engine from stepping."""
+    """The outputs that a `Run` finished, and the seconds that it took, during which the engine did not step."""
 
     command: Run
     outputs: list[Output]
@@ -159,7 +162,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine could not be built, or raised a fatal error. The thread is over."""
+    """The engine could not be built, or raised a fatal error. The thread has ended."""
 
     error: BaseException
 
@@ -172,7 +175,8 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 class Snapshot:
     """The engine after its last step.
 
-    `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time of its last progress, in monotonic seconds.
+    `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time at which the engine last made progress, in
+    monotonic seconds.
     """
 
     stats: dict[str, Any]
@@ -182,10 +186,10 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, then applies commands and steps until told to stop. Put each `Command` into `commands`.
+    """Builds the engine, then applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
 
-    `publish`: called on this thread with every event. `step_seconds`: observes every step. `snapshot`: None until the
-    engine is built.
+    `publish`: called on this thread with every event. `step_seconds`: histogram of step durations. `snapshot`: None
+    until the engine is built.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class EngineThread(threading.Thread):
             self._take_snapshot(engine, made_progress=True)
             self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
             self._loop(engine)
-        except BaseException as error:  # the reader of the events must learn of every end
+        except BaseException as error:  # whatever ends the thread must be reported
             self._publish(Failed(error))
 
     def _loop(self, engine: ServedEngine) -> None:
@@ -222,7 +226,7 @@ class EngineThread(threading.Thread):
         return engine.has_unfinished and not self._is_held
 
     def _apply_commands(self, engine: ServedEngine) -> bool:
-        """Apply all pending commands; wait for more while there is nothing to step. Return False once told to stop."""
+        """Apply all pending commands, and wait for more while the engine has no work. Return False after `Stop`."""
         has_work = self._has_work(engine)
         while True:
             try:

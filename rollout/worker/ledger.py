@@ -1,19 +1,20 @@
-"""The worker's record of requests and calls. It makes submission idempotent; results survive a lost connection.
+"""The worker's record of requests and calls. It makes submissions idempotent, so results survive a lost connection.
 
-`Ledger` owns the request ids of all users: the content behind each id, the submissions that wait for it, and the
-replies so far. It holds replies as encoded frames and sends none. `Calls` owns the pending calls that have one reply
-each, the clients that sent them, and the last replies, for clients that have lost theirs. Does not own: sockets, the
-engine, the effect of a call, or the decision to accept.
+`Ledger` owns the request ids of all users. For each id it stores the content of the request, the submissions that wait
+for it, and the replies so far. It stores replies as encoded frames and does not send them. `Calls` owns the pending
+calls that have one reply each, the clients that sent them, and the last replies, for clients that did not get them.
+Does not own: sockets, the engine, the effect of a call, or the decision to accept a request.
 
 Promises:
 
-- An id stands for one content for as long as it is known. Each user has ids of its own.
-- An open entry is never dropped. Finished entries are kept, in the order in which they finished, until they are
-  acknowledged or the limits evict the oldest.
-- Aborted results go only to callers that had asked for them before the abort.
-- The entries that a connection waits for are found without a search through others.
-- A call that is sent again, for example after a reconnect, is done once and answered each time that it was sent, while
-  it is pending or its reply is among the last `MAX_REMEMBERED`. A different call with the same id is refused.
+- While an id is known, it always stands for the same content. Each user has a separate set of ids.
+- An open entry is never dropped. Finished entries are kept until they are acknowledged or the limits evict them, the
+  first finished ones first.
+- Aborted results go only to callers that had submitted the request before the abort.
+- The entries that a connection waits for are found without a search through all entries.
+- A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. This
+  holds while the call is pending or its reply is among the last `MAX_REMEMBERED`. A different call with the same id is
+  refused.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from ..protocol import Generate, GetScores
 
 
 def scoped(user: str | None, id: str) -> str:
-    """Return the key of a user's id among the ids of all users. A user name has no slash in it."""
+    """Return a key for an id of this user, unique among the ids of all users. User names contain no slash."""
     return id if user is None else f"{user}/{id}"
 
 
 def salt_of(user: str | None, cache_salt: str | None) -> str | None:
-    """Return the salt with which a request is computed.
+    """Return the cache salt that the engine uses for a request.
 
-    Without a salt of its own, the requests of a user share prefixes only with each other, under a salt that no other
-    user can name. With the same `cache_salt`, users share prefixes with each other.
+    Requests without a `cache_salt` share prefixes only with the same user's requests, under a salt that no other user
+    can choose. Requests with the same `cache_salt` share prefixes even across users.
     """
     if user is None:
         return cache_salt
@@ -49,7 +50,7 @@ def salt_of(user: str | None, cache_salt: str | None) -> str | None:
 FIXED_BYTES = 4096
 """Estimated size of a request without its tokens."""
 INT_BYTES = 36
-"""Estimated size of a number in memory, with its place in a tuple."""
+"""Estimated size of a number in memory, including its slot in a tuple."""
 SPAN_BYTES = 256
 """Estimated size of a span in memory."""
 NAME_BYTES = 256
@@ -59,7 +60,7 @@ STREAM_BYTES = 256
 
 
 def num_bytes_of(message: Generate | GetScores) -> int:
-    """Return the estimated size of a request's content in bytes: its tokens, as bytes and as an array, and the rest."""
+    """Return the estimated memory of a request's content in bytes. Tokens count twice: as bytes and as an array."""
     beside = FIXED_BYTES + SPAN_BYTES * len(message.spans)
     if isinstance(message, GetScores):
         return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
@@ -69,7 +70,7 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
 
 def num_bytes_to_name(caller: str | None) -> int:
-    """Return the estimated number of bytes that it takes to remember `caller`."""
+    """Return the estimated memory, in bytes, that it takes to remember `caller`."""
     return NAME_BYTES + _text_bytes(caller)
 
 
@@ -79,14 +80,20 @@ def num_streamed_by(message: Generate | GetScores) -> int:
 
 
 def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) -> Generate | GetScores:
-    """Return a request as `caller` submits it. Two submissions of the same request are then equal."""
+    """Return a copy of a request with this `caller` and `deltas`.
+
+    With the same `caller` and `deltas`, two submissions of the same request are equal.
+    """
     if isinstance(message, Generate):
         return message.model_copy(update={"caller": caller, "deltas": deltas})
     return message.model_copy(update={"caller": caller})
 
 
 def _text_bytes(*texts: str | None) -> int:
-    """Return a limit on the texts' size. `sys.getsizeof` would give more once a text is also stored as UTF-8."""
+    """Return an upper bound on the texts' memory in bytes.
+
+    `sys.getsizeof` is not used, because its result grows once Python also stores the text as UTF-8.
+    """
     return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
 
 
@@ -102,7 +109,7 @@ class Submission(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Estimated number of bytes that it takes while it waits."""
+        """Estimated memory, in bytes, of this submission while it waits."""
         return num_bytes_to_name(self.caller) + STREAM_BYTES * self.num_streamed
 
 
@@ -118,7 +125,7 @@ class Submissions:
         return self._count
 
     def __iter__(self) -> Iterator[Submission]:
-        """Iterate over a copy, so that submissions may change meanwhile."""
+        """Iterate over a copy, so that submissions may be added and removed during the iteration."""
         return iter([submission for waiting in self._waiting.values() for submission in waiting])
 
     def __contains__(self, identity: bytes) -> bool:
@@ -149,15 +156,16 @@ class Submissions:
 class Entry:
     """One request: its content as submitted, the submissions that wait for it, and the frames sent for it so far.
 
-    - `key`: its key among the requests of all users. `user`: the user that made it.
+    - `key`: its key among the requests of all users. `user`: name of the user that submitted it.
     - `params`: resolved parameters; None for a score.
     - `num_unfinished`: number of samples still to come. `num_bytes_asked`: estimated size of the content.
-    - `subscribers`: one for each submission, since each gets replies of its own.
-    - `callers`: all callers that asked for it. For an open entry, with the number of waiting submissions of each.
+    - `subscribers`: the waiting submissions. Each gets its own replies.
+    - `callers`: all callers that submitted the request; for an open entry, with the number of each caller's waiting
+      submissions.
     - `replies`: frames so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
-    - `successors`: submissions that came after an abort. They do not get what it ends, and are submitted again once the
-      entry has ended.
+    - `successors`: submissions that came after an abort. They do not get the aborted results; they are submitted again
+      once the entry has ended.
     - `is_wanted`: keep the result once the entry has ended.
     """
 
@@ -177,32 +185,32 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated size of its content, its replies and its callers."""
+        """Estimated size of the content, the replies and the names of the callers, in bytes."""
         return self.num_bytes_asked + sum(map(len, self.replies)) + sum(map(num_bytes_to_name, self.callers))
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether some of it was aborted, or will be."""
+        """Return whether a part of the request was aborted or will be."""
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
-        """Return whether a submission by `caller` may join. After an abort only earlier callers may."""
+        """Return whether a submission by `caller` may join. After an abort, only callers from before it may."""
         return caller in self.callers or not self.is_aborted
 
     @property
     def num_bytes_waiting(self) -> int:
-        """Estimated size of the submissions that wait for it."""
+        """Estimated size of the submissions that wait for this request, in bytes."""
         return self.subscribers.num_bytes + self.successors.num_bytes
 
     def withdraw(self, caller: str) -> None:
-        """Remove `caller`, which does not wait any more."""
+        """Remove `caller` and all its submissions, because it gave up the request."""
         del self.callers[caller]
         self.subscribers.withdraw(caller)
         self.successors.withdraw(caller)
         self.is_wanted = self.is_wanted and bool(self.subscribers)
 
     def lose(self, identity: bytes) -> None:
-        """Remove a lost connection. If its callers come back, results aborted meanwhile are not for them."""
+        """Remove a lost connection. Callers that come back do not get results that were aborted in the meantime."""
         for submission in self.subscribers.take(identity):
             self.callers[submission.caller] -= 1
             if not self.callers[submission.caller]:
@@ -214,8 +222,9 @@ class Entry:
 class ServiceStats:
     """Lifetime counters of requests.
 
-    `accepted`: accepted requests. `joined`: submissions of a known request. `finished`, `failed`: accepted requests
-    that have finished, or were answered with an error. `dropped`: kept results that were dropped for lack of room.
+    `accepted`: accepted requests. `joined`: further submissions of known requests. `finished`: accepted requests that
+    have finished. `failed`: accepted requests that were answered with an error. `dropped`: kept results that were
+    evicted.
     """
 
     accepted: int = 0
@@ -253,21 +262,21 @@ class KeptResults:
         self._push_out()
 
     def remember(self, entry: Entry, caller: str | None) -> None:
-        """Note that `caller` has also received the replies of a kept entry."""
+        """Record that `caller` has also received the replies of a kept entry."""
         if caller not in entry.callers:
             entry.callers[caller] = 1
             self.num_bytes += num_bytes_to_name(caller)
             self._push_out()
 
     def withdraw(self, entry: Entry, caller: str) -> None:
-        """Remove `caller` from a kept entry, and drop the entry if it was the last caller."""
+        """Remove `caller` from a kept entry. Drop the entry if no caller is left."""
         if entry.callers.pop(caller, None):
             self.num_bytes -= num_bytes_to_name(caller)
         if not entry.callers:
             self.drop(entry.key)
 
     def drop(self, key: str) -> None:
-        """Drop the entry with this key. No-op if it is not kept."""
+        """Drop the entry with this key. No-op if there is none."""
         if (entry := self._entries.pop(key, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
@@ -291,7 +300,7 @@ class Awaited:
         self._entries[submission.identity].add(entry)
 
     def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
-        """Remove and return an entry's subscribers or successors, which wait no more."""
+        """Remove and return an entry's subscribers or successors, because they no longer wait."""
         released = list(submissions)
         self.num_bytes -= submissions.num_bytes
         for submission in released:
@@ -340,19 +349,22 @@ class Ledger:
         self.num_bytes_open = 0
 
     def find(self, user: str | None, message: Generate | GetScores) -> Entry | None:
-        """Return the entry of the same request; None if the id is new. Raise IdConflictError for other content."""
+        """Return the entry with the message's id; None if the id is new.
+
+        Raise IdConflictError if the entry has different content.
+        """
         key = scoped(user, message.id)
         entry = self.open.get(key) or self.kept.get(key)
         if entry is not None and asked_by(entry.message, None, False) != asked_by(message, None, False):
             raise IdConflictError(
-                f"id: {message.id!r} is in use for a request with other content; use a new id, or the same content",
+                f"id: {message.id!r} is in use for a request with different content; use a new id, or the same content",
                 field="id",
                 value=message.id,
             )
         return entry
 
     def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
-        """Open an entry for a new id, or instead of a kept entry."""
+        """Open an entry for a request. It replaces a kept entry with the same id."""
         key, num_samples = scoped(user, message.id), 1 if params is None else params.n
         entry = Entry(key, user, message, params, num_samples, num_bytes_of(message))
         self.kept.drop(entry.key)
@@ -363,12 +375,12 @@ class Ledger:
         return entry
 
     def join(self, entry: Entry) -> None:
-        """Count one more submission of a known request."""
+        """Count one more submission of a known request, and keep the result for it."""
         self.stats.joined += 1
         entry.is_wanted = True
 
     def subscribe(self, entry: Entry, submission: Submission) -> None:
-        """Add a submission that gets the replies of an entry, including those to come if it is open."""
+        """Add a submission to an entry. If the entry is open, the submission waits for the replies still to come."""
         if entry.key in self.open:
             entry.callers[submission.caller] += 1
             self.awaited.add(entry, entry.subscribers, submission)
@@ -376,7 +388,11 @@ class Ledger:
             self.kept.remember(entry, submission.caller)
 
     def withdraw(self, key: str, caller: str) -> bool:
-        """Remove `caller` from a request. Return whether nothing else is left to do."""
+        """Remove `caller` from a request.
+
+        Return False if no other submission waits for the open request, so that it must still be ended, or if the
+        request is unknown.
+        """
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
             return bool(entry.subscribers)
@@ -385,13 +401,13 @@ class Ledger:
         return entry is not None
 
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
-        """Note that one sample (or the score) of an open entry has ended."""
+        """Record that one sample (or the score) of an open entry has ended."""
         entry.finish_reasons[reason] += 1
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
 
     def fail(self, key: str) -> None:
-        """Close an open entry that gets no result. Its id is free again."""
+        """Close an open entry that ends without a result. Its id can be used again."""
         self.stats.failed += 1
         self.num_samples_left -= self._close(key).num_unfinished
 
@@ -420,8 +436,10 @@ MAX_REMEMBERED = 1024
 
 @dataclass(eq=False)
 class _Known:
-    """A known call. `content`: hash of the call, which may be long. `callers`: connections that wait for the reply.
-    `reply`: None while the call is pending.
+    """A known call.
+
+    `content`: hash of the call, stored because the call itself may be long. `callers`: identities of the connections
+    that wait for the reply. `reply`: None while the call is pending.
     """
 
     id: str
@@ -431,10 +449,10 @@ class _Known:
 
 
 class Calls:
-    """Calls by key, which is their id or a combination of user and id.
+    """Calls by key. The key of a call is its id, or a combination of user and id.
 
-    `send`: called with the identity of a client and a frame for it. `most`: limit on pending calls, and on the clients
-    that wait for the reply of one call.
+    `send`: called with the identity of a client and a frame for it. `most`: maximum number of pending calls, and of
+    clients that wait for the reply to the same call.
     """
 
     def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
@@ -449,10 +467,11 @@ class Calls:
         return tuple(self._under_way)
 
     def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
-        """Take a call. Return True if the caller of this method must `answer` it.
+        """Register a call. Return True if it is new, so that the caller of this method must `answer` or `refuse` it.
 
-        Return False if it was sent before: its client gets the same reply, now or later. Raise IdConflictError if the
-        key belongs to another call, and QueueFullError if too many calls are pending.
+        Return False if the call was sent before: the client gets the same reply, now or later. Raise IdConflictError if
+        the key belongs to a different call, and QueueFullError if too many calls, or too many clients of this call, are
+        waiting.
         """
         content = hash(call)
         known = self._under_way.get(key) or self._answered.get(key)
@@ -462,7 +481,7 @@ class Calls:
             return True
         if known.content != content:
             raise IdConflictError(
-                f"id: {call.id!r} is in use for another call; use a new id, or send the same call",
+                f"id: {call.id!r} is in use for a different call; use a new id, or send the same call",
                 field="id",
                 value=call.id,
             )
@@ -490,5 +509,5 @@ class Calls:
 
     def _check_room(self, found: int) -> None:
         if found >= self._most:
-            text = f"calls: {found} are pending (limit {self._most}); wait for their replies"
+            text = f"calls: {found} calls, or clients of one call, are waiting (limit {self._most}); wait for replies"
             raise QueueFullError(text, value=found + 1, limit=self._most)

@@ -1,8 +1,8 @@
 """The states of a worker: the legal moves between them, and the calls that each state allows.
 
-Does nothing by itself: the worker acts, and then reports what has become true. A call that a state does not allow
-raises IllegalStateError, which names the state, or UnavailableError if the worker is shutting down. A move that is not
-in the table is a bug and raises RuntimeError.
+Only tracks the state: the worker acts first and then reports the result here. A call that a state does not allow raises
+IllegalStateError, which names the state, or UnavailableError if the worker is shutting down. A move that is not in the
+table is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standing:
-    """The part of the state that outlasts a call.
+    """The part of the state that persists between calls.
 
-    `is_paused`: generating is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: some memory was woken
-    since it went to sleep. `is_dirty`: the weights are missing or partly overwritten.
+    `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: some memory has been
+    woken since the last sleep. `is_dirty`: the weights are missing or partly overwritten.
     """
 
     is_paused: bool = False
@@ -68,7 +68,7 @@ class Standing:
 
     @property
     def state(self) -> State:
-        """The state of a worker while no call is under way."""
+        """The state of a worker with this standing, while no call is in progress."""
         if self.sleeping:
             return "waking" if self.is_waking else "asleep"
         if self.is_dirty:
@@ -79,7 +79,7 @@ class Standing:
         return replace(self, is_paused=is_paused)
 
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
-        """Return the standing after a sleep of `tags`. If it drops the weights, a push must follow."""
+        """Return the standing after a sleep of `tags`. `drops_weights`: a push of whole weights must follow."""
         sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
         return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
 
@@ -88,12 +88,15 @@ class Standing:
         return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
 
     def overwritten(self, is_whole: bool) -> Standing:
-        """Return the standing during (`is_whole` False) or after (True) an overwrite of the weights."""
+        """Return the standing while the weights are being overwritten (`is_whole` False), or afterwards (True)."""
         return replace(self, is_dirty=not is_whole)
 
 
 class Lifecycle:
-    """The state of one worker. It follows from `standing`, unless the worker loads, is busy, shuts down or failed."""
+    """The state of one worker.
+
+    The state follows from `standing`, unless the worker is loading, busy or shutting down, or has failed.
+    """
 
     def __init__(self) -> None:
         self.state: State = "loading"
@@ -104,7 +107,11 @@ class Lifecycle:
         self._busy: State | None = None
 
     def check(self, call: str) -> None:
-        """Raise IllegalStateError unless the state allows `call`; UnavailableError if no later state will."""
+        """Check whether the state allows `call`.
+
+        Raise IllegalStateError if it does not, or UnavailableError if the worker is shutting down, so that no later
+        state will allow the call either.
+        """
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
             if self.is_ending:
@@ -130,12 +137,12 @@ class Lifecycle:
         self._follow()
 
     def begin(self, busy: State | None) -> None:
-        """Note that a long call has begun. Show `busy`, or the current state if it is None, until `end`."""
+        """Record that a long call has begun. Until `end`, the state is `busy`, or unchanged if `busy` is None."""
         self._busy = busy or self.state
         self._follow()
 
     def end(self, standing: Standing) -> None:
-        """Note that the call of `begin` is over. `standing`: the standing that it leaves."""
+        """Record that the call of `begin` is over. `standing`: the standing afterwards."""
         self._busy, self.standing = None, standing
         self._follow()
 

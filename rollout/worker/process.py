@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 def load_engine(config: EngineConfig) -> ServedEngine:
     """Build the engine. Imports torch only now, so that the worker already answers health calls in the meantime."""
-    # torch reads the variable when it is imported. Its threads spin for a long time while they wait for each other. If
-    # a trainer uses the same cores, that makes torch's ops several times slower. A short spin costs them less.
+    # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, that makes
+    # torch's ops several times slower; a short spin costs less. torch reads the variable when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from ...engine.engine import Engine
@@ -51,21 +51,22 @@ def serve(
 ) -> None:
     """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
 
-    `on_ready`: called with the address and the engine's info. Raise what `Worker` and `Worker.run` raise.
+    `on_ready`: called with the address and the engine's info. Raises the errors of `Worker` and `Worker.run`.
     """
     raise_descriptor_limit()
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.drain())
-    # The system may deliver a signal to any thread. The bytes written here wake the main thread, which handles it.
+    # The system may deliver a signal to any thread. The byte that is then written here wakes the main thread, which
+    # runs the handler.
     signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
     _run_to_the_end(worker)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit on open descriptors to the system's limit, since every client takes some.
+    """Raise this process's limit on open descriptors to the hard limit, because every client needs some.
 
-    If that is refused, keep the limit and log a warning.
+    If the system refuses that, keep the limit and log a warning.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -75,9 +76,10 @@ def raise_descriptor_limit() -> None:
 
 
 def _run_to_the_end(worker: Worker) -> None:
-    """Run the worker. End the process with exit code 0 after a shutdown.
+    """Run the worker, and end the process with exit code 0 after a shutdown.
 
-    Do not let the interpreter shut down while threads, such as that of a push, are inside torch: it may crash.
+    The process ends by `os._exit`, because the interpreter may crash if it shuts down while a thread, such as the
+    thread of a push, is inside torch.
     """
     try:
         worker.run()
@@ -96,15 +98,16 @@ def _exit(code: int) -> NoReturn:
 
 
 def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> None:
-    """Run the worker of a `launch_worker` call: settings in one JSON line on stdin, the outcome in one on stdout.
+    """Run the worker of a `launch_worker` call.
 
-    The outcome is `{"address": ...}`, or the error as `told` formats it. Drain and exit when stdin ends, which happens
-    when the parent closes it or dies.
+    Read the settings from stdin as one line of JSON, and write the outcome to stdout as one line of JSON: either
+    `{"address": ...}`, or the error as `told` formats it. Drain and exit when stdin ends, which happens when the parent
+    closes it or dies.
     """
     log_to_stderr(logging.WARNING)
     settings = json.loads(_read_line(0))
     report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library's output must not be taken for the outcome
+    os.dup2(2, 1)  # output of a library must not be mistaken for the outcome
     try:
         worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
         threading.Thread(target=_end_with_parent, args=(worker_config.drain_seconds,), daemon=True).start()
@@ -123,7 +126,7 @@ def _read_line(fd: int) -> bytes:
 
 
 def _end_with_parent(drain_seconds: float) -> None:
-    """Drain and exit once stdin ends. If the worker hangs, exit anyway, since no parent is left to kill it."""
+    """Drain and exit once stdin ends. If the worker hangs, exit anyway, because no parent is left to kill it."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

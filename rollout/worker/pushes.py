@@ -1,18 +1,18 @@
 """The pushes of weights in a worker: the current push, and the push that is served.
 
-`Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for it. `Operations`
-owns the changes to how the engine computes, one operation at a time, each between two steps. Does not own: the
-transport and the received bytes (`weight_sync.worker.receiver`), or the calls that wait for their turn (`control`). It
-runs on the worker's thread; staging a push, which takes long, runs on the push's own thread.
+`Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for that thread.
+`Operations` owns the current operation: a call that changes the engine's state between two steps. Does not own: the
+transport and the received bytes (`weight_sync.worker.receiver`), or the calls that wait for their turn (`control`).
+Everything here runs on the worker's thread, except that a push is staged on a separate thread, because that takes long.
 
 Promises:
 
 - An operation either runs as a whole or leaves everything unchanged. Exactly one of its `done` and `cancelled` is
   called.
-- A push is committed as a whole or not at all. A push that breaks off leaves the weights unchanged, or `dirty` if it
-  was in place and its source was open. Its staging is freed.
-- A push with a thread that hangs is given up `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED` such threads
-  still run, no other push begins.
+- A push is committed as a whole or not at all. A push that fails leaves the weights unchanged, or the worker `dirty` if
+  the push was in place and its source was open. Its staging is freed.
+- If the thread of a push hangs, the push is abandoned `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED` such
+  threads still run, no other push begins.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ...weight_sync.worker.receiver import Receiver
 
 MARGIN_SECONDS = 5.0
-"""Time beyond a push's timeout that its thread may take to answer, since its own error says more."""
+"""Additional time for the thread of a push to report a timeout, because its own error is more precise."""
 MOST_ABANDONED = 4
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class EngineHost(Protocol):
     """The part of the worker that operations use."""
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Give the engine a command. `aborts`: the command aborts all of the engine's requests."""
+        """Send the engine a command. `aborts`: the command aborts all requests that the engine has."""
         ...
 
     @property
@@ -69,20 +69,22 @@ class EngineHost(Protocol):
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """Settle the engine: the action of an operation that needs nothing more of it."""
+    """Settle the engine: the default action of an operation."""
     return engine.settle()
 
 
 @dataclass(eq=False)
 class Operation:
-    """A call that changes how the engine computes.
+    """A call that the engine executes between two steps.
 
-    - `busy`: the state until it is over; None: the state before it. `then`: the standing afterwards.
-    - `in_flight`: with `drain` the operation first waits, for at most `timeout` seconds, until the engine has no
-      unfinished requests.
+    - `busy`: state of the worker during the operation; None keeps the current state. `then`: the standing afterwards.
+    - `in_flight`: treatment of running requests. With `drain`, the operation first waits, for at most `timeout`
+      seconds, until the engine has no unfinished requests.
     - `before`: called right before `action`, which runs between two steps.
-    - `done`: called with the seconds that this took. `cancelled`: called with the error that answers the call.
-    - `opens_by`: time, in monotonic seconds, until which a source must have opened first; None once it is open.
+    - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that answers the
+      call.
+    - `opens_by`: deadline, in monotonic seconds, for opening the source of a push in place. Until the source is open,
+      the operation waits. None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -104,7 +106,7 @@ class Operation:
 
 
 class Operations:
-    """Runs operations by commands to the engine of `host`. `refuse` answers a call with an error."""
+    """Runs operations through commands to the engine of `host`. `refuse`: answers a call with an error."""
 
     def __init__(self, host: EngineHost, lifecycle: Lifecycle, refuse: Callable[[str, TruerollError], None]) -> None:
         self.current: Operation | None = None
@@ -117,17 +119,20 @@ class Operations:
 
     @property
     def is_in_engine(self) -> bool:
-        """Return whether the current operation was given to the engine, so that it cannot be cancelled."""
+        """Return whether the current operation was sent to the engine, so that it cannot be cancelled."""
         return self.current is not None and self.current.run is not None
 
     def begin(self, operation: Operation) -> None:
-        """Start an operation. None may be running. Raise IllegalStateError for a drain that would never end."""
+        """Start an operation. No other operation may be running.
+
+        Raise IllegalStateError for a drain that would never end, because the engine does not step.
+        """
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, as nothing computes the "
-                    f"{count} unfinished requests; resume first, or unless this is a drain choose in_flight recompute "
-                    "or abort",
+                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, as the engine does not "
+                    f"step ({count} unfinished requests); call resume first, or, except for drain, set in_flight to "
+                    "recompute or abort",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, since no request has begun
@@ -155,7 +160,7 @@ class Operations:
         self._host.command(operation.run, aborts=operation.in_flight == "abort")
 
     def cancel(self, error: TruerollError) -> None:
-        """Refuse the current operation, which has not reached the engine. Nothing was changed."""
+        """Cancel the current operation, which must not have reached the engine, and answer its call with an error."""
         assert self.current is not None
         operation, self.current = self.current, None
         self._lifecycle.end(self._lifecycle.standing)
@@ -163,14 +168,14 @@ class Operations:
         self._refuse(operation.call.id, error)
 
     def fail(self, error: TruerollError) -> None:
-        """Refuse the current operation, however far it is, since the worker has failed."""
+        """Answer the call of the current operation with an error, because the worker has failed."""
         operation, self.current = self.current, None
         if operation is not None:
             operation.cancelled(error)
             self._refuse(operation.call.id, error)
 
     def finish(self, run: Run, seconds: float) -> None:
-        """Finish the current operation, since the engine has run its action."""
+        """Finish the current operation, because the engine has run its action."""
         operation, self.current = self.current, None
         assert operation is not None and operation.run is run
         self._lifecycle.end(operation.then)
@@ -178,18 +183,18 @@ class Operations:
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """Return the error for the calls of a push with a thread that does not answer."""
+    """Return the error for the calls of a push if its thread hangs."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
-        f"push {call.push_id}: the worker hangs, and made no progress within the timeout of {call.timeout:g} s; check "
-        "that its file system answers, then push again"
+        f"push {call.push_id}: the worker made no progress within the timeout of {call.timeout:g} s; check that its "
+        "file system responds, then push again"
     )
 
 
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
-        f"{operation.call.type}: timed out with {num_unfinished} unfinished requests, and nothing was changed; "
-        "try again with more time, or with in_flight recompute or abort"
+        f"{operation.call.type}: timed out ({num_unfinished} unfinished requests), and nothing was changed; try again "
+        "with a longer timeout, or with in_flight recompute or abort"
     )
 
 
@@ -205,11 +210,11 @@ class PushHost(Protocol):
 
 @dataclass(eq=False)
 class Push:
-    """A push under way.
+    """A push in progress.
 
-    `calls`: ids of the calls that wait for its thread, with the time, in monotonic seconds, at which each is given up.
-    `staging`: set from verification until the push is over, so that its memory is freed even if something still refers
-    to the push. `is_committing`: the engine was told to take the staging, or is about to be.
+    `calls`: deadlines of the calls that wait for the thread of the push, in monotonic seconds, by call id. `staging`:
+    the staged weights, from verification until the push is over; None at other times, so that the memory is freed even
+    if something still refers to the push. `is_committing`: the commit has begun.
     """
 
     begin: protocol.BeginPush
@@ -219,7 +224,7 @@ class Push:
     is_committing: bool = False
 
     def expect(self, id: str, seconds: float) -> None:
-        """Let a call wait for the thread, for at most `seconds` and a margin."""
+        """Let a call wait for the thread, for at most `seconds` plus `MARGIN_SECONDS`."""
         self.calls[id] = time.monotonic() + seconds + MARGIN_SECONDS
 
     @property
@@ -229,7 +234,7 @@ class Push:
 
 @dataclass(frozen=True)
 class PushNews:
-    """An event of the thread that receives `push`."""
+    """An event from the thread that receives `push`."""
 
     push: Push
     event: PushEvent
@@ -244,9 +249,10 @@ class Target(NamedTuple):
 
 
 class Pushes:
-    """Takes the calls of pushes that `Control` has checked.
+    """Handles the calls of pushes that `Control` has checked.
 
-    `target`: None until the model has loaded. `served`: id of the push that brought the served weights.
+    `target`: None until the model has loaded. `served`: id of the push that brought the served weights; None if no push
+    did, or if they are lost.
     """
 
     def __init__(
@@ -264,7 +270,7 @@ class Pushes:
         self._timings, self._policy = timings, policy
         self._push: Push | None = None
         self._abandoned: list[Receiver] = []
-        """Receivers that had not answered when their push was given up."""
+        """Receivers that had not answered when their push was abandoned."""
 
     @property
     def weights(self) -> Destination:
@@ -301,7 +307,7 @@ class Pushes:
         )
 
     def begin(self, call: protocol.BeginPush) -> None:
-        """Begin a push, which replaces the current one. Raise TruerollError if it is refused."""
+        """Begin a push. It replaces the current one. Raise TruerollError if it is refused."""
         self._lifecycle.check_weights_awake(call.type)
         self._check_abandoned()
         check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
@@ -315,7 +321,7 @@ class Pushes:
         self._push = self._new_push(call)
 
     def _begin_in_place(self, call: protocol.BeginPush) -> None:
-        """Open the source, then interrupt the engine, which releases its weights."""
+        """Begin a push in place: open the source, then interrupt the engine so that it releases its weights."""
 
         def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             return engine.interrupt(in_flight)
@@ -341,7 +347,7 @@ class Pushes:
         operation.cancelled = lambda error: self._close(push, is_owing=operation.opens_by is not None)
 
     def _overwrite(self, push: Push) -> None:
-        """Let a push in place write, since the engine has released its weights."""
+        """Let a push in place overwrite the weights, because the engine has released them."""
         self.served = None
         if self._lifecycle.is_ending:
             self._close(push, is_owing=False)
@@ -352,7 +358,7 @@ class Pushes:
         push.receiver.proceed()
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
-        """Start the thread that receives a push. Raise PushError if it cannot be started."""
+        """Return a new push with its running thread. Raise PushError if the thread cannot be started."""
         from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         assert self.target is not None
@@ -370,22 +376,22 @@ class Pushes:
         return push
 
     def pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
-        """Give a call to the push's thread. Raise TruerollError if there is no such push."""
+        """Pass a call to the thread of its push. Raise TruerollError if that push is not in progress."""
         push = self._find(call.push_id)
         if push.is_committing:
-            raise PushError(f"{call.type}: the push is being committed; wait for its end")
+            raise PushError(f"{call.type}: the push is already being committed; wait for the reply to commit_push")
         push.expect(call.id, push.begin.timeout)
         push.receiver.take(call)
 
     def _find(self, push_id: str) -> Push:
         if self._push is None or self._push.begin.push_id != push_id:
             if self._lifecycle.is_ending:
-                raise ending()  # which broke off the push: do not advise to begin it again here
-            raise PushError(f"push: {push_id} is not under way; begin it again")
+                raise ending()  # the shutdown ended the push, and this worker accepts no new one
+            raise PushError(f"push: {push_id} is not in progress; begin it again")
         return self._push
 
     def commit(self, call: protocol.CommitPush) -> None:
-        """Let the engine take the staged weights. Raise TruerollError if the push is not verified."""
+        """Commit the staged weights to the engine. Raise TruerollError if the push is not verified."""
         if self._push is None and call.push_id == self.served:
             self._reply(call.id, call.push_id, "committed")
             return
@@ -396,8 +402,8 @@ class Pushes:
         served = self._host.weight_version()
         if push.begin.allow_older and push.begin.weight_version <= served:
             log.warning(
-                "push %s: version %d replaces version %d, although it is not later, since its trainer allows it; "
-                "samples of different weights may now carry the same version",
+                "push %s: version %d replaces version %d, which is not older (the trainer set allow_older); samples "
+                "from different weights may now have the same version",
                 call.push_id,
                 push.begin.weight_version,
                 served,
@@ -419,48 +425,48 @@ class Pushes:
         )
         self._operations.begin(operation)
         push.is_committing = True
-        push.receiver.close()  # whether the commit succeeds or not, no call of the trainer is awaited any more
+        push.receiver.close()  # from now on, its thread gets no more calls of the trainer
         if push.calls:
-            self._refuse_all(push, PushError("push: is being committed, which ends its other calls"))
+            self._refuse_all(push, PushError("push: the commit has begun, so this call was cancelled"))
 
     def _finish_commit(self, call: protocol.CommitPush, push: Push, seconds: float) -> None:
         self._timings.commit_pause.observe(seconds)
         self._timings.push.observe(time.monotonic() - push.receiver.progress.started)
         push.staging = None
         self._push, self.served = None, call.push_id
-        log.info("push %s: version %d is served", call.push_id, self._host.weight_version())
+        log.info("push %s: serving version %d", call.push_id, self._host.weight_version())
         self._reply(call.id, call.push_id, "committed", seconds)
 
     def abort(self, call: protocol.AbortPush) -> None:
-        """Break off this push if it is under way, and reply with its phase. Raise UnavailableError during shutdown."""
+        """Abort a push if it is in progress, and reply with its phase. Raise UnavailableError during shutdown."""
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # the trainer then counts this worker, and memory that others were to map, as lost
+            raise ending()  # the trainer then treats this worker, and memory that it was to lend, as lost
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
-        """Drop the current push, if any, and answer the calls that wait for it with an error."""
+        """Drop the current push, if any, and answer its waiting calls with an error."""
         push, self._push = self._push, None
         if push is None:
             return
-        log.warning("push %s of version %d broke off: %s", push.begin.push_id, push.begin.weight_version, error)
+        log.warning("push %s of version %d failed: %s", push.begin.push_id, push.begin.weight_version, error)
         is_owing = bool(push.calls)
         self._refuse_all(push, error)
         self._close(push, is_owing)
 
     def break_off_unless_committing(self, error: TruerollError) -> None:
-        """Drop the current push, unless the engine is taking it."""
+        """Drop the current push, unless its commit has begun."""
         if self._push is not None and not self._push.is_committing:
             self.break_off(error)
 
     def follow(self) -> None:
-        """Give up the current push if its thread hangs."""
+        """Abandon the current push if its thread hangs."""
         if self._push is not None and time.monotonic() >= self._push.deadline:
             self.break_off(hangs(self._push.begin))
 
     def handle_news(self, news: PushNews) -> None:
-        """Handle an event of a push's thread."""
+        """Handle an event from the thread of a push."""
         if self._is_opening(news.push):
             self._handle_opening(news.event)
             return
@@ -482,7 +488,11 @@ class Pushes:
         return operation is not None and operation.opens_by is not None and operation.call is push.begin
 
     def _handle_opening(self, event: PushEvent) -> None:
-        """Interrupt the engine for a push in place if its source is open. Otherwise cancel; nothing has changed."""
+        """Handle an event while a push in place waits for its source.
+
+        If the source is open, continue with the interruption of the engine. If opening it failed, cancel the operation;
+        nothing has changed.
+        """
         operation = self._operations.current
         assert operation is not None
         match event:
@@ -493,7 +503,7 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: its thread has not answered, and may hang."""
+        """Release a push. `is_owing`: the thread of the push has not answered, so it may hang."""
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
         push.staging = None
@@ -507,8 +517,8 @@ class Pushes:
         self._abandoned = [receiver for receiver in self._abandoned if receiver.is_alive()]
         if len(self._abandoned) >= MOST_ABANDONED:
             raise PushError(
-                f"begin_push: {len(self._abandoned)} pushes that were given up still run (limit {MOST_ABANDONED}); try "
-                "again later; if they hang, for example in reads from a file system that does not answer, repair that "
+                f"begin_push: {len(self._abandoned)} abandoned pushes are still running (limit {MOST_ABANDONED}); try "
+                "again later; if they hang, for example because a file system does not respond, repair the file system "
                 "or restart the worker"
             )
 
@@ -535,19 +545,19 @@ class Pushes:
 def check_begin(
     call: protocol.BeginPush, dtype: str, served_version: int, standing: Standing, served: str | None
 ) -> None:
-    """Check a push before anything is interrupted. Raise PushError if it cannot succeed.
+    """Check, before anything is interrupted, whether a push can succeed. Raise PushError if it cannot.
 
     `dtype`, `served_version`, `served`: dtype and version of the served weights, and the id of their push.
     """
     if call.dtype != dtype:
         text = f"dtype: this worker serves {dtype} (got {call.dtype!r:.80}); push in {dtype}"
         raise PushError(text, field="dtype", value=call.dtype)
-    # A version that is not later is allowed with `allow_older`, or if it replaces lost weights of the same version.
+    # A version that is not newer is allowed with `allow_older`, or if it replaces lost weights of the same version.
     is_lost_one = standing.is_dirty and call.weight_version == served_version
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
-            f"begin_push: version {call.weight_version} is not later than {served_version}, which this worker serves; "
-            "push a later one, or set allow_older if samples need not be told apart by version",
+            f"begin_push: version {call.weight_version} is not newer than the served version {served_version}; push a "
+            "newer version, or set allow_older if samples of different weights may have the same version",
             field="weight_version",
             value=call.weight_version,
             limit=served_version + 1,
@@ -560,8 +570,8 @@ def check_begin(
         raise PushError(text, field="base", value=call.base)
     if call.base != served:
         raise VersionGapError(
-            f"begin_push: the changes are relative to {call.base}, but this worker serves {served or 'no push'}; push "
-            "every tensor whole",
+            f"begin_push: the changes are relative to push {call.base}, but the served weights are from "
+            f"{served or 'no push'}; push every tensor whole",
             field="base",
             value=call.base,
         )
@@ -584,12 +594,12 @@ def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
 
 
 def is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
-    """Return whether a call that waits for the engine begins or commits this push."""
+    """Return whether the call begins or commits this push."""
     return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
 
 
 def _superseded_by(call: protocol.BeginPush) -> PushError:
-    return PushError(f"push {call.push_id} of version {call.weight_version} has replaced this one")
+    return PushError(f"push: was replaced by push {call.push_id} of version {call.weight_version}")
 
 
 def aborted() -> PushError:
@@ -604,6 +614,6 @@ def ending() -> TruerollError:
 
 def _no_thread() -> PushError:
     return PushError(
-        "begin_push: cannot start a thread, since the system has none left; let the worker have more (ulimit -u, or "
-        "the container's limit of processes), and push again"
+        "begin_push: cannot start a thread, because the system has none left; raise the limit (ulimit -u, or the "
+        "container's process limit) and push again"
     )

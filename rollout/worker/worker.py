@@ -1,15 +1,15 @@
 """The worker: a ZMQ ROUTER socket in front of one engine.
 
-There are two threads. The thread that calls `Worker.run` does all input and output; the engine thread does all
-computing. Events of the engine reach the first thread through its `Inbox`. Health and stats are answered from
+There are two main threads. The thread that calls `Worker.run` does all input and output, and the engine thread does all
+computation. Events of the engine reach the first thread through its `Inbox`. Health and stats are answered from
 snapshots, even during a long step.
 
-Owns: the loop that passes messages (`Dispatch`) and events to the parts that handle them; reading, checking and
-refusing messages; the shutdown (`Ending`); and health, counters and times (`Vitals`). Does not own: requests (`book`),
-the state of the worker and pushes (`control`), the engine (`engine_thread`), connections (`router`).
+Owns: the loop that passes messages (`Dispatch`) and events to the parts that handle them; decoding, checking and
+refusing messages; the shutdown (`Ending`); and health, counters and timings (`Vitals`). Does not own: requests
+(`book`), the state of the worker and pushes (`control`), the engine (`engine_thread`), or connections (`router`).
 
-Promises: no received bytes end the process. If the engine fails or the worker shuts down, every caller gets an answer
-before the worker ends.
+Promises: no received bytes can end the process. If the engine fails or the worker shuts down, every caller gets an
+answer before the worker ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class Vitals:
-    """Health, counters and times of one worker.
+    """Health, counters and timings of one worker.
 
     `info`: the EngineInfo as a dictionary; None until the worker's own thread knows that the model has loaded.
     """
@@ -108,7 +108,7 @@ class Vitals:
     def version(self) -> int | None:
         """Version of the engine's weights after its last step or command.
 
-        None until `info` is set, so that it does not change while a message is handled.
+        None until `info` is set. So it does not change from None to a version while a message is handled.
         """
         snapshot = self._engine_thread.snapshot
         return None if self.info is None or snapshot is None else snapshot.weight_version
@@ -118,7 +118,7 @@ class Vitals:
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return `info` with `commit_note`: why commits take longer than necessary, or an empty text."""
+        """Return `info` and `commit_note`: the reason why commits take longer than necessary, or an empty text."""
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Items from any thread, for one thread that waits on `fileno`."""
+    """A queue of items from any thread, for one thread that waits on `fileno`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -153,7 +153,7 @@ class Inbox(Generic[T]):
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # the buffer is full of unread bytes, and one is enough
+            pass  # the buffer is full of unread bytes, and one byte is enough
 
     def fileno(self) -> int:
         """Return a descriptor that is readable after a wake-up."""
@@ -161,7 +161,7 @@ class Inbox(Generic[T]):
 
     @property
     def wake_fd(self) -> int:
-        """A descriptor: every byte written to it wakes the waiting thread. Writing does not block."""
+        """A descriptor for writing. Every byte written to it wakes the waiting thread. Writing does not block."""
         return self._writer.fileno()
 
     def clear(self) -> None:
@@ -169,7 +169,7 @@ class Inbox(Generic[T]):
         self._reader.recv(4096)
 
     def get(self) -> T | None:
-        """Return the next item; None if there is none."""
+        """Return the next item; None if the queue is empty."""
         try:
             return self._items.get_nowait()
         except queue.Empty:
@@ -177,15 +177,16 @@ class Inbox(Generic[T]):
 
 
 ABORT_SECONDS = 5.0
-"""Time for the engine to abort the remaining requests after the drain deadline."""
+"""Seconds that the engine gets to abort the remaining requests after the drain deadline."""
 FAILED_SECONDS = 0.5
-"""Time for which a failed worker still answers, so that a health check can see the state."""
+"""Seconds for which a failed worker still answers, so that a health check can see the state."""
 
 
 class Ending:
     """The shutdown of a worker.
 
-    `deadline`: latest time to act, in monotonic seconds. `is_aborting`: the engine was told to abort the rest.
+    `deadline`: time of the next action, in monotonic seconds. `is_aborting`: the engine was told to abort the remaining
+    requests.
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -195,17 +196,17 @@ class Ending:
         self._num_asked = 0
 
     def ask(self) -> None:
-        """Ask the worker to shut down; the second call, at once. May be called from any thread and signal handlers."""
+        """Request a shutdown; a second call makes it immediate. May be called from any thread and signal handlers."""
         self._num_asked += 1
 
     @property
     def is_asked(self) -> bool:
-        """Return whether the worker was asked to shut down."""
+        """Return whether a shutdown was requested."""
         return self._num_asked > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether it was asked again."""
+        """Return whether a shutdown was requested more than once."""
         return self._num_asked > 1
 
     @property
@@ -214,37 +215,42 @@ class Ending:
         return time.monotonic() >= self.deadline
 
     def start(self) -> None:
-        """Set the deadline: running requests may go on for the drain's time."""
+        """Set the deadline: running requests may continue for `drain_seconds`."""
         self.deadline = time.monotonic() + self._drain_seconds
 
     def hurry(self) -> None:
-        """Move the deadline to now, unless the rest is being aborted already."""
+        """Move the deadline to now, unless the remaining requests are already being aborted."""
         if not self.is_aborting:
             self.deadline = time.monotonic()
 
     def start_aborting(self) -> None:
-        """Note that the engine was told to abort the rest, and set the deadline for it."""
+        """Record that the engine was told to abort the remaining requests, and set the deadline for that."""
         self.is_aborting = True
         self.deadline = time.monotonic() + ABORT_SECONDS
 
     def fail(self) -> None:
-        """Note that the worker has failed. It still answers for `FAILED_SECONDS`."""
+        """Record that the worker has failed. It still answers for `FAILED_SECONDS`."""
         self.deadline = time.monotonic() + FAILED_SECONDS
 
 
 ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
-"""Limits on the elements of a message. Each costs time to read, and only a bucket of a push needs many."""
+"""Maximum number of elements in a message, by role. Each element takes time to decode. Only a bucket of a push needs
+many.
+"""
 FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protocol.GetHealth | protocol.GetStats
 
 
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
-    """Decode the message in `frames`. Raise ProtocolError or MessageTooLargeError for any bytes that are invalid."""
+    """Decode the message in `frames`.
+
+    Whatever the bytes are, raise no other errors than ProtocolError, MessageTooLargeError and InvalidRequestError.
+    """
     frame = _only_frame(frames, max_message_bytes)
     try:
         return protocol.from_client(frame, ELEMENTS_BY_ROLE[role])
     except TruerollError:
         raise
-    except Exception as error:  # a fault of a decoding library must not end the worker
+    except Exception as error:  # a bug in a decoding library must not end the worker
         log.exception("could not read a message of %d bytes", len(frame))
         raise ProtocolError(f"message: could not be read ({type(error).__name__})") from None
 
@@ -266,8 +272,8 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 def check_peer(peer: Peer, message: protocol.Call) -> None:
     """Raise ForbiddenError unless the client's role and its connection allow the call.
 
-    Raise UnavailableError for a request on an ended connection, if the replies could go to the client that gets the
-    connection's identity next, or if the request was to end with the connection.
+    Raise UnavailableError for a request from a connection that has ended, if another client may get the connection's
+    identity and then the replies, or if the request is `while_connected`.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
@@ -278,16 +284,16 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
         )
     # Replies go to the identity that sent the request. If a client could choose it, another user could take it over.
     if client.user is not None and not peer.identity.startswith(b"\0"):
-        raise ForbiddenError("connection: must not have an identity of its own (ZMQ_ROUTING_ID); set none")
+        raise ForbiddenError("connection: must not choose its identity (ZMQ_ROUTING_ID); do not set this option")
     needs_peer = client.user is not None or getattr(message, "while_connected", False)
     if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
-        raise UnavailableError("connection: has ended; connect and ask again")
+        raise UnavailableError("connection: has ended; reconnect and send the request again")
 
 
 class Dispatch:
-    """Takes messages of at most `max_message_bytes` from `router`.
+    """Passes messages of at most `max_message_bytes` on to the parts that handle them.
 
-    Requests go to `book`, questions to `vitals`, and control calls to `control`.
+    Requests go to `book`, health and stats calls to `vitals`, and control calls to `control`.
     """
 
     def __init__(
@@ -297,9 +303,9 @@ class Dispatch:
         self._max_message_bytes = max_message_bytes
 
     def take(self, peer: Peer, frames: list[bytes]) -> None:
-        """Handle a message of a client, or reply with the error why not."""
+        """Handle a message of a client. If it is refused, reply with the error."""
         if not frames:
-            return  # the client must first be told that its replies were lost
+            return  # ignored: the client must first learn that its replies were dropped
         try:
             message = read(frames, peer.client.role, self._max_message_bytes)
         except TruerollError as error:
@@ -315,7 +321,7 @@ class Dispatch:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._refuse(peer, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # nothing known raises it; if something does, the worker goes on
+        except OSError as error:  # no known code raises it here, but if some does, the worker goes on
             log.exception("could not serve a %s", message.type)
             refused = UnavailableError(f"worker: the system refused a resource ({error.strerror}); try again later")
             self._refuse(peer, message.id, refused, getattr(message, "caller", None))
@@ -339,16 +345,16 @@ class Dispatch:
 
 
 MOST_CALLS = 1024
-"""Limit on pending control calls, and on the clients that wait for the reply of one call."""
+"""Maximum number of pending control calls, and of clients that wait for the reply to the same call."""
 TURN_SECONDS = 0.01
-"""Time for messages before other work gets its turn. One message may take longer."""
+"""Time for handling messages, in seconds, before other work gets its turn. A single message may take longer."""
 
 
 class Worker:
     """Serves the engine that `make_engine` builds, at the address of `config`.
 
     The constructor binds the socket. Raise ConfigError if that fails. `on_ready`: called once, with the engine's info,
-    when requests can run. `address`: address for clients.
+    when the worker is ready for requests. `address`: address for clients.
     """
 
     def __init__(
@@ -381,7 +387,7 @@ class Worker:
                 self._close_system()
                 raise
 
-    # May be called from other threads; `drain` from signal handlers, too.
+    # These may be called from any thread, and `drain` also from signal handlers.
 
     @property
     def address(self) -> str:
@@ -389,31 +395,34 @@ class Worker:
         return self._router.address
 
     def drain(self) -> None:
-        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, and end.
+        """Refuse new requests, let accepted ones continue for `drain_seconds`, abort the remaining ones, and end.
 
-        A second call aborts at once.
+        A second call aborts them immediately.
         """
         self._ending.ask()
         self._inbox.wake()
 
     def publish_event(self, event: Event | PushNews) -> None:
-        """Pass an event of another thread to the worker's own thread."""
+        """Pass an event from another thread to the worker's thread."""
         self._inbox.put(event)
 
     @property
     def wake_fd(self) -> int:
-        """A descriptor: every byte written to it wakes the worker's loop. Writing does not block."""
+        """A descriptor for writing. Every byte written to it wakes the worker's loop. Writing does not block."""
         return self._inbox.wake_fd
 
     @property
     def is_computing(self) -> bool:
-        """Return whether the engine thread runs. After `run` this means that it is stuck in a step or in loading."""
+        """Return whether the engine thread is running. After `run`, it can only be stuck in a step or in loading."""
         return self._engine_thread.is_alive()
 
     # Everything below runs on the thread that called `run`.
 
     def run(self) -> None:
-        """Serve until drained. Raise ConfigError or ModelError if the engine cannot load, else WorkerFailedError."""
+        """Serve until drained.
+
+        Raise ConfigError or ModelError if the engine cannot load, and WorkerFailedError if it fails otherwise.
+        """
         self._engine_thread.start()
         try:
             self._loop()
@@ -469,14 +478,14 @@ class Worker:
         self._router.close()
         self._vitals.close()
 
-    # The rest of the `Host` of `control`.
+    # The other methods of `Host` in `control`.
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None:
         """Send a message to a client."""
         self._router.send(identity, protocol.encode(message))
 
     def weight_version(self) -> int:
-        """Return the version of the engine's weights after its last step or command."""
+        """Return the version of the engine's weights after its last step or command. The model must have loaded."""
         assert self._vitals.version is not None
         return self._vitals.version
 
@@ -492,7 +501,7 @@ class Worker:
             if time.monotonic() >= end:
                 return
 
-    # Events of the engine and of pushes.
+    # Events from the engine and from pushes.
 
     def _take_events(self) -> None:
         while (event := self._inbox.get()) is not None:
@@ -500,7 +509,7 @@ class Worker:
 
     def _handle_event(self, event: Event | PushNews) -> None:
         if self._state == "failed":
-            return  # every caller was answered already
+            return  # every caller has already been answered
         match event:
             case Loaded(info, weights):
                 self._finish_loading(info, weights)
@@ -534,7 +543,7 @@ class Worker:
     # Shutdown.
 
     def _follow_ending(self) -> None:
-        """Act on calls of `drain`, and on the deadline that the first call sets."""
+        """Act on calls of `drain`, and on the deadline."""
         if self._state == "failed" or not self._ending.is_asked:
             return
         if not self._control.lifecycle.is_ending:
@@ -543,7 +552,7 @@ class Worker:
                 self._book.let_in_the_last()
             self._ending.start()
         if self._ending.is_urgent or self._control.lifecycle.standing.is_held:
-            self._ending.hurry()  # nothing computes the remaining requests
+            self._ending.hurry()  # in a held state the engine does not step, so the requests would never finish
         if self._ending.is_due and self._has_unanswered:
             self._abort_open_requests()
 
@@ -560,7 +569,7 @@ class Worker:
             self._ending.start_aborting()
 
     def _fail(self, cause: BaseException) -> None:
-        """Answer every open request with the cause, and let the loop end soon."""
+        """Answer every open request with an error that names the cause, and let the loop end soon."""
         if self._state == "failed":
             return
         log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, TruerollError) else cause)
@@ -580,5 +589,5 @@ def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
         return cause
     what = "could not load" if was_loading else "failed"
     return WorkerFailedError(
-        f"worker: the engine {what} ({type(cause).__name__}: {cause}); restart the worker; its log has more"
+        f"worker: the engine {what} ({type(cause).__name__}: {cause}); see the worker's log, then restart it"
     )

@@ -674,7 +674,7 @@ def test_a_request_with_a_known_id_is_not_computed_again(worker: WorkerOnThread,
 
 @pytest.mark.parametrize("key", ["short", "~" * 40])
 def test_an_invalid_server_key_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="server_public_key: expected the 40 Z85 characters"):
+    with pytest.raises(ConfigError, match="server_public_key: must be the 40 Z85 characters"):
         RolloutClient("tcp://127.0.0.1:9", server_public_key=key, client_key="unread")
 
 

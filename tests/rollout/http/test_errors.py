@@ -407,7 +407,7 @@ def test_beyond_loopback_there_must_be_a_key(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     config = HttpConfig(address="ipc://x", host="0.0.0.0", api_key_file=str(file))
-    with pytest.raises(ConfigError, match="api_key_file: .* is not a file that belongs to you .* chmod 600"):
+    with pytest.raises(ConfigError, match="api_key_file: .* a file that belongs to you .* chmod 600"):
         api_key(config)
     file.chmod(0o600)
     assert api_key(config) == KEY.encode()

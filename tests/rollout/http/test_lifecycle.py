@@ -169,7 +169,7 @@ def test_weights_come_from_a_checkpoint(front: Front, client: RolloutClient, cha
     assert choice["token_ids"] == after.token_ids != before.token_ids
     assert choice["weight_versions"] == [[version + 1, 0, 8]]
     refused = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 0})
-    assert refused.status_code == 409 and "is not later than" in error_of(refused)["message"]
+    assert refused.status_code == 409 and "is not newer than" in error_of(refused)["message"]
     beyond = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 2**63 - 1})
     assert beyond.status_code == 400 and error_of(beyond)["param"] == "weight_version"
     (tmp_path / "model.safetensors").write_bytes(b"no")
@@ -183,7 +183,7 @@ def test_no_version_follows_the_last_one(fronted: Front, running: WorkerOnThread
         publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 2**63 - 2)
     answered = fronted.post("/update_weights", {"weight_dir": str(tmp_path)})
     assert answered.status_code == 409
-    assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the last")
+    assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the largest")
 
 
 def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
 
 def test_weights_are_written_for_a_push_by_disk(raw: RawClient, engine: FakeEngine, tmp_path: Path) -> None:
     error = ask(raw, "save_weights", folder=str(tmp_path))
-    assert error["code"] == "push_failed" and "own checkpoint, not of a push" in error["message"]
+    assert error["code"] == "push_failed" and "only pushed weights can be saved" in error["message"]
     with HandPush(raw, NEW) as push:
         push.run()
     for folder in (tmp_path / "none", tmp_path / "open"):
@@ -347,7 +347,7 @@ def test_a_version_that_is_not_later_needs_allow_older(
         with HandPush(raw, NEW, version) as refused:
             error = refused.begin(in_place=in_place)
         assert error["code"] == "push_failed" and "allow_older" in error["message"]
-        assert f"version {version} is not later than 3, which this worker serves;" in error["message"]
+        assert f"version {version} is not newer than the served version 3;" in error["message"]
         assert raw.health()["state"] == "ready" and not engine.actions
     with HandPush(raw, NEW, version) as push:
         push.up_to_verify(allow_older=True, in_place=in_place)
@@ -366,7 +366,7 @@ def test_a_lost_version_may_be_pushed_again_but_no_older_one(raw: RawClient, los
             broken.abort()
     assert raw.health()["state"] == "dirty" and raw.health()["weight_version"] == 3
     with HandPush(raw, NEW, version=2) as older:
-        assert "version 2 is not later than 3" in older.begin()["message"]
+        assert "version 2 is not newer than the served version 3" in older.begin()["message"]
     with HandPush(raw, NEW, version=3) as again:
         assert again.run()["weight_version"] == 3
     assert raw.health()["state"] == "ready"
@@ -492,7 +492,7 @@ def hanging(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Han
 def test_a_push_that_hangs_is_given_up(raw: RawClient, hanging: Hanging, in_place: bool) -> None:
     with HandPush(raw, NEW) as push:
         error = push.begin(timeout=0.1, drain_timeout=0.1, in_flight="drain", in_place=in_place)
-        assert error["code"] == "deadline_exceeded" and "the worker hangs" in error["message"]
+        assert error["code"] == "deadline_exceeded" and "made no progress" in error["message"]
         assert raw.health()["push"] is None and push.stage()["code"] == "push_failed"
         hanging.released.set()
     with HandPush(raw, NEW) as push:
@@ -506,7 +506,7 @@ def test_the_number_of_hanging_pushes_is_limited(raw: RawClient, hanging: Hangin
         threads = threading.active_count()
         for in_place in (False, True):
             error = push.begin(timeout=0.1, in_place=in_place)
-            assert error["code"] == "push_failed" and "4 pushes that were given up" in error["message"]
+            assert error["code"] == "push_failed" and "4 abandoned pushes" in error["message"]
         assert threading.active_count() == threads and raw.health()["state"] == "ready"
         hanging.released.set()
         wait_until(lambda: threading.active_count() == threads - pushes.MOST_ABANDONED)

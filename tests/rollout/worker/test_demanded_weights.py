@@ -310,7 +310,7 @@ def test_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:
         for call in (client.generate, client.score, lambda *args, **fields: list(client.stream(*args, **fields))):
             with pytest.raises(StaleWeightsError, match="needs version 5 or later, but the worker serves version 3"):
                 call([[1, 2]], **stale)
-            with pytest.raises(InvalidRequestError, match="wait_for_weights: it needs min_weight_version"):
+            with pytest.raises(InvalidRequestError, match="wait_for_weights: requires min_weight_version"):
                 call([[1, 2]], wait_for_weights=True)
             with pytest.raises(InvalidRequestError, match="min_weight_version"):
                 call([[1, 2]], min_weight_version=-1)

@@ -436,7 +436,10 @@ def test_unfinished_samples_are_limited(engine: FakeEngine) -> None:
         raw.generate("a", n=3)
         raw.generate("b", n=2)
         refusal = raw.receive()
-        assert (refusal["id"], refusal["code"]) == ("b", "queue_full") and "3 of max_queued" in refusal["message"]
+        assert (refusal["id"], refusal["code"]) == (
+            "b",
+            "queue_full",
+        ) and "max_queued_samples = 4 is exceeded" in refusal["message"]
         raw.send("score", id="s", token_ids=bytes(8))
         raw.send("score", id="t", token_ids=bytes(8))
         assert raw.receive()["code"] == "queue_full"
