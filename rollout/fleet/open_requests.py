@@ -39,10 +39,10 @@ class OpenRequests:
         return self._requests.get(id)
 
     def check(self, ids: Collection[str]) -> None:
-        """Raise InvalidRequestError if one of these ids is in use or is given twice."""
+        """Raise InvalidRequestError for an id that is given twice or already in use."""
         for id, count in Counter(ids).items():
             if count > 1 or id in self._requests:
-                text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
+                text = f"request_ids: {id!r} is given twice or already in use; use an id for one request at a time"
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:

@@ -184,6 +184,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: was called in another event loop than that of its first call; make a client in each, or use "
+                "client: this is not the event loop of its first call; make a client in each event loop, or use "
                 "FleetClient"
             )

@@ -197,7 +197,7 @@ def test_calls_give_the_results_of_one_worker(running: Running, client: FleetCli
     assert len(whole.token_ids) == 6
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: .*found 0"):
         client.generate([[1], []], PARAMS, seed=1)
-    with pytest.raises(InvalidRequestError, match="'a' comes twice"):
+    with pytest.raises(InvalidRequestError, match="'a' is given twice"):
         client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "a"])
 
 
