@@ -100,7 +100,7 @@ def test_another_backend_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     align(model, "reference")
     text = the_cause(run(model, client), "backend")
-    assert 'the worker uses the backend cpu, the trainer reference; call align(model, "cpu")' in text
+    assert 'the worker uses the backend cpu, the trainer uses reference; call align(model, "cpu")' in text
 
 
 def test_another_instruction_set_is_found(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_another_instruction_set_is_found(model: Any, client: RolloutClient, mon
     assert best != "portable", "premise: the worker uses a better instruction set"
     with Implementation("cpu", "portable").chosen():
         text = the_cause(run(model, client), "instruction set")
-    assert f"the worker uses the instruction set {best}, the trainer portable; set TRUEROLL_CPU_ISA" in text
+    assert f"the worker uses the instruction set {best}, the trainer uses portable; set TRUEROLL_CPU_ISA" in text
 
 
 def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:

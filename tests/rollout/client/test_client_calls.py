@@ -98,7 +98,7 @@ def test_an_impossible_min_weight_version_is_refused(client: RolloutClient) -> N
 def test_an_invalid_seed_is_refused(client: RolloutClient, seed: Any) -> None:
     with pytest.raises(InvalidRequestError, check=about("seed")):
         client.generate([[1]], seed=seed)
-    with pytest.raises(InvalidRequestError, match=r"^seed: the params have a seed too \(9\)"):
+    with pytest.raises(InvalidRequestError, match=r"^seed: the params also have a seed \(9\)"):
         client.generate([[1]], SamplingParams(seed=9), seed=1)
 
 
