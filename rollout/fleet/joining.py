@@ -42,7 +42,7 @@ class _Failures:
     """The failed attempts since the last reset.
 
     `num_refusals`: number of refused attempts. `num_passing`: number of attempts that failed for a transient cause.
-    `are_final`: whether a change of the peer's state cannot help. `pause`: seconds to wait if the next attempt fails.
+    `are_final`: whether a change of the peer's state cannot help. `pause`: seconds to wait after the next failure.
     `due`: time of the next attempt, in monotonic seconds.
     """
 

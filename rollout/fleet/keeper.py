@@ -126,7 +126,7 @@ class Keeper:
     async def _join(self, slot: Slot, worker: RunningWorker) -> None:
         """Give a worker the weights of the others, and let it serve. If nothing has these weights, wait for a push.
 
-        The worker is marked as serving before its weights are compared once more. So a push that begins later includes
+        The worker is marked as serving before its weights are compared once more. So a push that ends later includes
         the worker, and the comparison notices a push that ended before. A worker that is told to leave in the meantime
         does not join.
         """
