@@ -93,7 +93,7 @@ class LocalAccess:
 
 
 def _make_folder() -> Path:
-    """Create a folder of mode 0700. It is in /tmp if the paths of Ray's sockets would be too long in the default place."""
+    """Create a folder of mode 0700. It is in /tmp if paths of Ray's sockets would be too long in the default folder."""
     name = f"trueroll-ray-{secrets.token_hex(4)}"
     parents = (Path(tempfile.gettempdir()), Path("/tmp"))
     fitting = [parent for parent in parents if len(bytes(parent / name / "ray" / _SOCKET)) <= MOST_SOCKET_BYTES]

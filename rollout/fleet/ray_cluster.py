@@ -89,7 +89,7 @@ class Cluster:
         self._is_reconnecting = False
         self._lock = threading.Lock()
         # The kernel ends Ray's processes when the thread that started them ends, so Ray is started on a thread that
-        # lasts. The main thread is preferred, because only there Ray can install its handler for SIGTERM.
+        # lasts. A call on the main thread starts Ray there, since only there can Ray install its handler for SIGTERM.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
