@@ -23,8 +23,8 @@ class Slot:
     """A slot of the fleet, and its current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
-    once a worker runs. `waits_since`: the number of `scale` calls when the worker began to wait because nothing has its
-    weights; None if it does not wait.
+    once a worker runs. `waits_since`: if the worker waits because nothing has its weights, the number of `scale` calls
+    at its last attempt to get them; else None.
     """
 
     name: str

@@ -81,7 +81,9 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _merged_named(values: Sequence[Any]) -> Any:
-    """Merge elements of lists, such as a pool of each worker. A pool's `window` identifies the pool and is not added."""
+    """Merge elements of lists, such as a pool of each worker. A pool's `window` identifies the pool, so it is not
+    added.
+    """
     merged = _merged(values)
     if isinstance(merged, dict) and "window" in merged:
         merged["window"] = values[0]["window"]
