@@ -55,7 +55,7 @@ class WorkerProcess:
             if worker.address is None:
                 self._folder = Path(self.address.removeprefix("ipc://")).parent
         except BaseException:
-            self.close()  # the worker itself removes its folder, whose path is not known here yet
+            self.close()  # the worker itself removes its folder, because the path is not known here yet
             raise
 
     @property

@@ -36,7 +36,7 @@ class WeightFolder:
     """A folder with pushes by disk, in which workers may also write their weights.
 
     `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
-    only adapters, and whose base is not in the folder. It will not appear later, since it would be an older push.
+    only adapters and have no base in the folder. The base will not appear later, since it would be an older push.
     """
 
     path: Path
