@@ -173,7 +173,7 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
 
 
 def _decoder(model: Any) -> Any:
-    """Return the transformers model inside `model`, which may be any wrapper, even if no worker supports the model."""
+    """Return the transformers model inside any wrapper that has it as a submodule, even if no worker supports it."""
     return next(filter(is_decoder, model.modules()), model)
 
 

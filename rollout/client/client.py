@@ -152,8 +152,8 @@ class AsyncRolloutClient:
     ) -> list[Group] | list[Group | TruerollError]:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
-        - `params`: the parameters of all prompts, or a list with parameters for each prompt. None: the defaults. A seed
-          in parameters for several prompts is refused, since all prompts would share their noise.
+        - `params`: the parameters of all prompts, or a list with parameters for each prompt. None: the defaults. For
+          several prompts, a single `params` with a seed is refused, since all prompts would share their noise.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: ids of the requests; by default new ones. If no seed is given, the worker derives it from the
