@@ -243,7 +243,7 @@ def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypa
     console = Console(record=True, width=40)
     with pytest.raises(ModelError, match="set TRUEROLL_CACHE"):
         demo.demo(console)
-    assert console.export_text() == f"Converting smollm2 to {tmp_path / 'file'}, once ...\n"
+    assert console.export_text() == f"Converting smollm2 to {tmp_path / 'file'} (only once) ...\n"
 
 
 def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
