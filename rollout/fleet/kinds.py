@@ -58,7 +58,7 @@ class Kinds:
     def _difference(self, link: Link) -> str:
         pairs = zip(KIND, self._kind or (), _kind(link) or (), strict=False)
         expected, found = zip(*((f"{n} {a}", f"{n} {b}") for n, a, b in pairs if a != b), strict=True)
-        return f"it has {', '.join(found)}, but the others have {', '.join(expected)}"
+        return f"it has {', '.join(found)}; the others have {', '.join(expected)}"
 
 
 def _kind(link: Link) -> tuple[Any, ...] | None:
