@@ -100,6 +100,6 @@ def _trainer_temperature(trainer: Any) -> float:
         ("use_adaptive_entropy", not args.use_adaptive_entropy, True, "entropies have no gradient"),
     ):
         if not is_off:
-            text = f"{name}: {found} is not supported ({why}); set it to {type(found)()}, or use GRPOTrainer"
+            text = f"{name}: {found} is not supported: {why}; set it to {type(found)()}, or use GRPOTrainer"
             raise ConfigError(text)
     return sampling_params(vars(args), []).trainer_temperature
