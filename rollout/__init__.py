@@ -1,4 +1,4 @@
-"""The service around the engine. Names load on first use, so that a client imports only the modules that it needs."""
+"""The service around the engine. Names are imported on first use, so a client loads only the modules that it needs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`audit`: compare a trainer's log-probs with a worker's, token by token, and find the causes of differences.
 
-It samples a few groups, computes their log-probs like the trainer, and compares the bits. It also compares everything
-that determines the bits: alignment, dtype, backend, instruction set, weights (by checksums of the tensors), version,
-and the distribution of the log-probs. Each cause comes with advice. An audit changes nothing, but the worker pauses
-between two steps while it computes checksums.
+An audit samples a few groups from the worker, computes their log-probs as the trainer does, and compares the bits. It
+also compares everything that determines the bits: alignment, dtype, backend, instruction set, weights (by checksums of
+the tensors), version, and the distribution of the log-probs. Each cause comes with advice. An audit changes nothing,
+but the worker pauses between two steps while it computes checksums.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Audit:
 
     - `num_tokens`, `num_different`: compared tokens, and tokens with different bits in their log-prob
     - `largest`, `mean`: maximum and mean of |trainer - worker|
-    - `place`: (prompt, sample, token) of the largest difference; None if all log-probs are equal
-    - `causes`: the differences between trainer and worker that were found
+    - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
+    - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of tensors that differ or that only one side has
     """
 
@@ -90,21 +90,21 @@ def audit(
 ) -> Audit:
     """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role control.
 
-    - `model`: a transformers model as it is trained: in its wrapper, and under the autocast around this call. If it is
-      sharded, every rank calls this function, each with its own client.
-    - `client`: a client of the worker. A fleet's client works too; then workers with different weights are an error.
+    - `model`: a transformers model as it is trained: inside its wrapper, if there is one. If training uses autocast,
+      call `audit` under the same autocast. If the model is sharded, call it on every rank, each with its own client.
+    - `client`: a client of the worker, or of a fleet. Workers of a fleet with different weights are an error.
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
-    - `temperature`: the trainer's divisor of the logits; by default the temperature in `params`
+    - `temperature`: the number by which the trainer divides the logits; by default the trainer temperature of `params`
     - `version`: version of the trainer's last push, if there was one
-    - `log_probs`: the trainer's function; by default `token_log_probs` for an aligned model, otherwise the log-softmax
-      of the model's logits
+    - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
+      model, otherwise the log-softmax of the model's logits
 
     Raise the client's errors. Raise ConfigError if there are no prompts, if the model has a smaller vocabulary than the
-    worker's, or if the log-probs have another shape. Raise AlignmentError for adapters that no worker serves.
+    worker's, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not support.
     """
     if not len(prompts):
-        raise ConfigError("prompts: there are none; give token ids")
+        raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
     params = SamplingParams(n=4, max_tokens=32, ignore_eos=True) if params is None else params
     asked, of_distribution = _temperature(params, temperature)
     # The seed is explicit, so that all ranks get the same samples. `generate` derives a seed for each prompt from it.
@@ -135,10 +135,11 @@ def audit(
 
 
 def audit_folder(model: str, client: RolloutClient) -> Audit:
-    """Run `audit` on a checkpoint, as for a trainer before its first step.
+    """Run `audit` on a checkpoint, as a trainer could before its first step.
 
-    The checkpoint is loaded in the worker's dtype and aligned; the prompts consist of the vocabulary's first tokens.
-    `model`: as for a worker. Raise ConfigError, ModelError or AlignmentError if it cannot be loaded or aligned.
+    The checkpoint is loaded in the worker's dtype and aligned. The prompts consist of the first tokens of the
+    vocabulary. `model`: as for a worker. Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded
+    or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
@@ -148,7 +149,7 @@ def audit_folder(model: str, client: RolloutClient) -> Audit:
 
 
 _UNKNOWN = (
-    "none of the compared properties explains the differences; compute log-probs by token_log_probs, and look for "
+    "none of the compared properties explains the differences; compute log-probs with token_log_probs, and look for "
     "code that changes hidden states or logits: hooks, dropout, position ids, or padding that attention_mask does not "
     "mark"
 )
@@ -165,14 +166,14 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
     if given is None or given == expected:
         return expected, []
     text = (
-        f"the samples' log-probs have temperature {expected:g} (logprobs={params.logprobs!r}), but the trainer divides "
-        f"logits by {given:g}; use params.trainer_temperature"
+        f"the samples' log-probs are at temperature {expected:g} (logprobs={params.logprobs!r}), but the trainer "
+        f"divides logits by {given:g}; use params.trainer_temperature"
     )
     return given, [Cause("distribution", text)]
 
 
 def _decoder(model: Any) -> Any:
-    """Return the transformers model inside any wrapper that keeps it as a module, whether it can be served or not."""
+    """Return the transformers model inside any wrapper that has it as a submodule, even if no worker supports it."""
     return next(filter(is_decoder, model.modules()), model)
 
 
@@ -182,8 +183,8 @@ def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
     most = engine["vocab_size"] if config is None else config.get_text_config().vocab_size
     if most < engine["vocab_size"]:
         raise ConfigError(
-            f"model: its vocabulary has {most} tokens, the worker's has {engine['vocab_size']}; audit the model that "
-            "the worker serves"
+            f"model: its vocabulary has {most} tokens, but the worker's has {engine['vocab_size']}; audit the model "
+            "that the worker serves"
         )
 
 
@@ -196,8 +197,8 @@ def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
         found = log_probs(ids.to(device), mask.to(device))
         if found.shape != ids.shape:
             raise ConfigError(
-                f"log_probs: expected the shape of input_ids, {list(ids.shape)}, found {list(found.shape)}; return one "
-                "log-prob for each token, and 0.0 for the first token of each row"
+                f"log_probs: must return the shape of input_ids, {list(ids.shape)} (got {list(found.shape)}); return "
+                "one log-prob for each token, and 0.0 for the first token of each row"
             )
         return found
 
@@ -224,7 +225,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
 
 
 def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
-    """Yield the trainer's log-probs of each sample's tokens, float32 on the host."""
+    """Yield the trainer's log-probs for each sample's tokens, float32 on the host."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]
@@ -236,7 +237,7 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """Return |trainer - worker| for a sample's tokens; infinity for NaN and if the worker sent no log-probs."""
+    """Return |trainer - worker| for each token of a sample: infinity for NaN, or if the worker sent no log-probs."""
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)
     difference = (found - torch.tensor(sample.logprobs)).abs()
@@ -246,18 +247,18 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
     """Compare alignment, dtype, backend and instruction set.
 
-    `dtypes`: the dtypes that `_watched` saw, which only a model that is not aligned needs.
+    `dtypes`: the dtypes that `_watched` saw. They are used only if the model is not aligned.
     """
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
     if not _is_aligned(model):
         text = (
-            "the model computes with the ops of transformers, which round differently from the worker's; call "
-            "align(model) of trueroll.kernels.training, and compute log-probs by token_log_probs"
+            "the model uses the ops of transformers, which round differently from the worker's; call "
+            "align(model) of trueroll.kernels.training, and compute log-probs with token_log_probs"
         )
         if any(map(is_aligned, model.modules())):
             text = (
-                f"a {type(model).__name__} wraps the aligned model, so log-probs come from its logits by another "
-                "softmax than the worker's; compute them by token_log_probs, with the bare model or a wrapper that "
+                f"a {type(model).__name__} wraps the aligned model, so its log-probs come from another softmax than "
+                "the worker's; compute them with token_log_probs, from the bare model or a wrapper that "
                 "token_log_probs supports"
             )
         return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model, dtypes), served.dtype)]
@@ -265,22 +266,22 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dt
     causes = _compare_dtype(own.dtype, served.dtype)
     if own.backend != served.backend:
         note = f" (the worker: {engine['backend_note']})" if engine.get("backend_note") else ""
-        text = f"the worker uses the backend {served.backend}, the trainer {own.backend}{note}; "
+        text = f"the worker uses the backend {served.backend}, the trainer uses {own.backend}{note}; "
         text += f'call align(model, "{served.backend}"), or serve with backend="{own.backend}"'
         return [*causes, Cause("backend", text)]
     if own.isa != served.isa:
-        advice = "set TRUEROLL_CPU_ISA on both machines to one that both support"
+        advice = "set TRUEROLL_CPU_ISA on both machines to an instruction set that both support"
         advice = advice if own.backend == "cpu" else "use processors of one architecture, with the same settings"
-        text = f"the worker uses the instruction set {served.isa}, the trainer {own.isa}; {advice}"
+        text = f"the worker uses the instruction set {served.isa}, the trainer uses {own.isa}; {advice}"
         return [*causes, Cause("instruction set", text)]
     return causes
 
 
 @contextmanager
 def _watched(model: Any) -> Iterator[set[torch.dtype]]:
-    """Collect the output dtypes of the first linear layer inside this context.
+    """Context manager that collects the output dtypes of the first linear layer.
 
-    They show the dtype in which a wrapper or its own autocast computes, which may differ from the parameters' dtype.
+    With autocast, or with a wrapper that has its own autocast, this dtype may differ from the parameters' dtype.
     """
     seen: set[torch.dtype] = set()
     linear = next(module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
@@ -314,7 +315,7 @@ def _compare_version(samples: list[_Sampled], served: int, version: int | None) 
     """Compare weight versions. `served`: the worker's version when it computed the checksums."""
     found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
-        return [Cause("version", f"the worker served versions {found} during the audit; audit while nobody pushes")]
+        return [Cause("version", f"the worker served versions {found} during the audit; audit again without pushes")]
     if version is None or found == [version]:
         return []
     text = f"the worker serves version {found[0]}, but the trainer pushed version {version}"
@@ -324,7 +325,7 @@ def _compare_version(samples: list[_Sampled], served: int, version: int | None) 
 def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...], protocol.Checksums]:
     """Return the names of differing tensors and the worker's checksums.
 
-    The trainer's tensors are compared in the worker's dtype and with merged adapters.
+    The trainer's tensors are converted to the worker's dtype, and adapters are merged, before they are compared.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
@@ -334,7 +335,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
         for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
     }
     known = set(served.checksums.values())
-    # A name that the worker does not have may be a copy of another tensor, for example a tied head.
+    # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied head.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
     return tuple(sorted(others)), served
@@ -346,4 +347,4 @@ def _describe_tensors(names: tuple[str, ...], served: protocol.Checksums) -> lis
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     what = f"version {served.weight_version}" if served.push_id else "its own checkpoint, since nothing was pushed"
     text = f"the worker serves {what}, which has different values in {', '.join(names[:_MOST_NAMES])}{more}"
-    return [Cause("weights", f"{text}; push the weights that the trainer computes with")]
+    return [Cause("weights", f"{text}; push the trainer's current weights")]

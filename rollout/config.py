@@ -1,6 +1,6 @@
-"""A worker's settings (address, keys, limits) and the check of which addresses are safe.
+"""A worker's settings (address, keys, limits) and the check that an address is safe.
 
-Imports neither torch nor zmq, so that the command line and the client can check an address first.
+Imports neither torch nor zmq, so that the command line and the client can check an address before they import them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from ..engine.request import from_validation
 
 
 class WorkerConfig(BaseModel):
-    """Settings of the service around one engine. Unknown keys and values out of range raise ConfigError.
+    """Settings of the worker around one engine. Unknown keys and values out of range raise ConfigError.
 
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
-    - `curve_secret_key_file`, `clients_file`: a file of `zmq.auth.create_certificates`, and the public keys of the
-      admitted clients (see `keys`). Set both or neither. A tcp address beyond loopback needs both; a tcp address on
-      loopback uses this user's own keys if they are not set.
-    - `max_connections`: connections at a time; never more than half of the descriptors that the process may open
-    - `max_message_bytes`: length of the longest accepted message
-    - `max_n`: samples per request
-    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: accepted, unfinished requests, their samples, and
-      the bytes that they hold. Submissions that wait for these requests may hold the same number of bytes again.
-    - `max_kept_results`, `max_kept_bytes`: results that wait for their acknowledgement, with the callers' names. The
-      oldest results are dropped first.
-    - `max_unread_bytes`: replies that wait for clients that do not read, over all clients
-    - `drain_seconds`: time for running requests to finish once the worker is told to shut down
+    - `curve_secret_key_file`, `clients_file`: a secret key file as `zmq.auth.create_certificates` writes it, and a file
+      with the public keys of the admitted clients (see `keys`). Set both or neither. A tcp address beyond loopback
+      needs both; a tcp address on loopback uses this user's own keys if neither is set.
+    - `max_connections`: maximum number of connections; never more than half of the file descriptors that the process
+      may open
+    - `max_message_bytes`: maximum size of a message
+    - `max_n`: maximum number of samples per request
+    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of accepted, unfinished requests,
+      of their samples, and of the bytes that they hold. Submissions that wait for these requests may hold the same
+      number of bytes again.
+    - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and of their bytes, including the
+      names of their callers. The oldest results are dropped first.
+    - `max_unread_bytes`: maximum bytes of replies to clients that do not read, over all clients
+    - `drain_seconds`: time for running requests to finish when the worker shuts down
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty
     - `metrics_port`: port of 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
@@ -111,12 +113,12 @@ def check_address(address: str, has_keys: bool) -> None:
     transport, _, rest = address.partition("://")
     if transport == "ipc" and rest.startswith("@"):
         raise ConfigError(
-            f"address: {address!r} is an abstract socket, to which every user could connect; give ipc://PATH"
+            f"address: {address!r} is an abstract socket, which every user can connect to; give ipc://PATH"
         )
     if transport == "ipc" and rest:
         return
     if transport != "tcp" or ":" not in rest:
-        raise ConfigError(f"address: expected ipc://PATH or tcp://IP:PORT, found {address!r}")
+        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r})")
     host = rest.rpartition(":")[0].strip("[]")
     if not has_keys and not is_loopback(host):
         raise ConfigError(

@@ -8,9 +8,9 @@ from trueroll.errors import printable
 
 
 class LineFormatter(logging.Formatter):
-    """A formatter that writes each message as one line and escapes unprintable characters, including line breaks.
+    """Formatter that writes each message as one line and escapes unprintable characters, including line breaks.
 
-    Lines of a traceback are indented, so that none of them looks like a message.
+    The lines of a traceback are indented, so that none of them looks like a message.
     """
 
     def __init__(self) -> None:

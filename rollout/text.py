@@ -1,8 +1,8 @@
-"""Conversion between text and token ids, for the tools and the HTTP front end. The service itself uses token ids only.
+"""Conversion between text and token ids, for the tools and the HTTP front end. Workers use token ids only.
 
-Promises never to run Python code from a model's folder. A tokenizer is loaded without such code, and first in a child
-process with limits. A chat template is a program too: a child process renders it and also encodes the result. Short and
-long texts have separate processes. Imports transformers only when a tokenizer is loaded.
+Promises never to run Python code from a model's folder. A tokenizer is loaded without such code, and it is first tried
+in a child process with limits. A chat template is a program too, so a child process renders it and encodes the result.
+Short and long texts have separate child processes. Imports transformers only when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from . import protocol
 from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, never
 
 ANY = 2**31
-"""The value of `most` for no limit on the number of tokens."""
+"""The value of `most` that means no limit on the number of tokens."""
 LONG_CHARS = 2**15
-"""Texts with more characters go to the process for long texts, so that only long texts wait for them."""
+"""Texts with more characters go to the process for long texts, so that short texts never wait for them."""
 LONG_NICENESS = 10
-"""Of the process for long texts: its work delays short requests less where cores are few."""
+"""Niceness of the process for long texts, so that it delays short requests less on a machine with few cores."""
 _PART_TOKENS = 2**14
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
@@ -35,11 +35,12 @@ _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 class TextModel:
     """A model's tokenizer and chat template. Any thread may use it.
 
-    Raise ModelError if the model has no tokenizer that works without code from the model's folder. The methods raise
-    ModelError if the tokenizer fails.
+    The constructor raises ModelError if the model has no tokenizer that works without code from the model's folder. The
+    methods raise ModelError if the tokenizer fails.
 
-    `longest_token`: length of the longest token in characters. Methods with `is_abandoned` call it while they wait, and
-    raise ModelError once it returns True. Methods with `most` raise TooMany for more than `most` tokens.
+    Methods with the argument `is_abandoned` call it while they wait, and raise ModelError once it returns True. Methods
+    with the argument `most` raise TooMany for more than `most` tokens. `longest_token`: length of the longest token in
+    characters.
     """
 
     def __init__(self, model: str) -> None:
@@ -111,7 +112,7 @@ class TextModel:
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, by default without special tokens.
 
-        Runs in this process: the load has bounded the cost by `check_tokenizer`.
+        Runs in this process, which is safe because `check_tokenizer` bounds its cost when the tokenizer is loaded.
         """
         try:  # no context manager: it would take half of the time, and streams decode each token
             return self._decode(list(token_ids), skip_special_tokens)
@@ -121,7 +122,7 @@ class TextModel:
             raise self._explanation("the tokenizer does not decode the tokens", error) from None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether a token never adds text: it is unknown, or it is a special token and these are skipped."""
+        """Return whether a token never adds text: it is unknown, or it is special and special tokens are skipped."""
         with self._explained("the tokenizer does not decode the tokens"):
             is_skipped = skip_special_tokens and token_id in self._special
             return is_skipped or self._tokenizer.convert_ids_to_tokens(token_id) is None
@@ -140,7 +141,7 @@ class TextModel:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Translate any exception of the tokenizer to ModelError. The tokenizer's files determine what it raises."""
+        """Convert any exception of the tokenizer to ModelError. The tokenizer's files can make it raise anything."""
         try:
             yield
         except (ModelError, TooMany, UnavailableError):
@@ -176,8 +177,8 @@ def _short_config(folder: Path) -> Any:
     """Return the part of a model's config that transformers needs to choose the tokenizer's class.
 
     Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
-    None if the tokenizer's config names no class, or a class in the model's own code: then transformers needs the whole
-    config.
+    None if transformers needs the whole config: the tokenizer's config names no class, or a class in the model's own
+    code.
     """
     from transformers import PreTrainedConfig
 
@@ -201,8 +202,8 @@ def _short_config(folder: Path) -> Any:
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
     """Return a function like `tokenizer.decode`.
 
-    If transformers only passes the tokens to the Rust library, the function calls the library directly. That takes a
-    fifth of the time, and streams decode each token as it comes.
+    If transformers only passes the tokens on to the Rust library, the function calls the library directly. That takes a
+    fifth of the time, which matters because streams decode each token as it arrives.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -224,7 +225,7 @@ def _listed(tokens: np.ndarray) -> list[int]:
 
 
 def is_long(num_chars: int) -> bool:
-    """Return whether a text with `num_chars` characters is encoded in the process for long texts."""
+    """Return whether the process for long texts encodes a text with `num_chars` characters."""
     return num_chars > LONG_CHARS
 
 
@@ -234,7 +235,7 @@ def num_chars(value: Any) -> int:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, including the names of members."""
+    """Yield all strings in a JSON value, including the keys of objects."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -250,13 +251,13 @@ def strings_in(value: Any) -> Iterator[str]:
 def model_served_here(health: protocol.Health) -> str:
     """Return the name of the worker's model if it is available on this machine.
 
-    Raise ConfigError otherwise: a name that comes from a worker never causes a download.
+    Raise ConfigError otherwise, because a model name that comes from a worker must never cause a download.
     """
     from ..engine.models.files import local_path
 
     if health.engine is None:
         raise ConfigError(
-            f"tokenizer: the worker is {health.state} and does not name its model yet; wait, or give --tokenizer MODEL"
+            f"tokenizer: the worker is {health.state} and its model is not known yet; wait, or give --tokenizer MODEL"
         )
     model = health.engine.get("model")
     path = local_path(model) if isinstance(model, str) else None
@@ -269,7 +270,7 @@ def model_served_here(health: protocol.Health) -> str:
 
 
 def needs_tokenizer(address: str) -> ConfigError:
-    """Return the error for a worker that may run on another machine, if no tokenizer is given."""
+    """Return the error for a missing tokenizer, if the worker may run on another machine."""
     return ConfigError(
         f"tokenizer: the worker at {address} may run on another machine; give the model that it serves as --tokenizer "
         "MODEL"

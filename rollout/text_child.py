@@ -28,7 +28,7 @@ from trueroll.errors import UnavailableError, said
 from ..engine.models.trials import Limits, close_all_but, end, forked, limit_cpu, limit_memory, room_for_a_process
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
-"""Times: for one call. Memory: for the child, beyond the memory of this process."""
+"""The times limit one call. The memory limits what the child uses in addition to the memory of this process."""
 MAX_CHARS = 2**22
 """Maximum length of a rendered conversation, in characters."""
 _MAX_REPLY_BYTES = 2**26
@@ -40,7 +40,7 @@ IsAbandoned: TypeAlias = Callable[[], bool]
 
 
 class ChildError(Exception):
-    """The child gave no result. The text says why; it is empty if the child was killed, hung or was abandoned."""
+    """The child returned no result. The text says why; it is empty if the child was killed, hung or was abandoned."""
 
 
 class EncodingError(ChildError):
@@ -67,7 +67,7 @@ def never() -> bool:
 class TextChild:
     """Calls into one child process, one call at a time. The process is started on first use. Any thread may use it.
 
-    `niceness`: how much lower its scheduling priority is than that of this process, 0 to 19.
+    `niceness`: by how much the child's scheduling priority is lower than this process's, 0 to 19.
     """
 
     def __init__(self, tokenizer: Any, limits: Limits | None = None, niceness: int = 0) -> None:
@@ -108,7 +108,7 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
-        try:  # not JSON: for a long text it would block all threads of this process ten times as long
+        try:  # not JSON: it would block all threads of this process ten times as long for a long text
             message: bytes = msgpack.Packer(default=_large_integer).pack(call)
         except UnicodeEncodeError as error:
             raise ChildError(f"{error.object[error.start]!r} is not a valid character") from None
@@ -125,9 +125,9 @@ class TextChild:
 
 
 def _large_integer(value: Any) -> msgpack.ExtType:
-    """Pack an integer of more than 64 bits, for which MessagePack has no number. Raise TypeError for other types."""
+    """Pack an integer of more than 64 bits, which MessagePack has no type for. Raise TypeError for other values."""
     if not isinstance(value, int):
-        raise TypeError(f"a conversation may have JSON values only, got {type(value).__name__}")
+        raise TypeError(f"a conversation may contain only JSON values (got {type(value).__name__})")
     return msgpack.ExtType(0, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
@@ -163,12 +163,12 @@ class _Process:
         self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """Send a call and return the reply. Its first byte is the kind, and the rest depends on the kind.
+        """Send a call and return the reply. Its first byte is its kind, and the kind says what follows.
 
         - `+`: the result
         - `-`: an error text
         - `!`: an error text of the tokenizer
-        - `>`: the unit and the count of a result that is over the caller's limit
+        - `>`: the unit and the size of a result that exceeds the caller's limit
         - `x`: an error text; the child ran out of memory
 
         The reply is empty if the child was killed or took too long, or the call was abandoned.
@@ -181,7 +181,7 @@ class _Process:
             while True:
                 is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
                 if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # the deadline also ends a child that answers a few bytes at a time
+                    raise TimeoutError  # checked for every read, so a child cannot delay it by sending byte by byte
                 if is_ready:
                     return
 

@@ -1,6 +1,6 @@
 """Clients of a worker, and a launcher of workers on this machine.
 
-Owns: calls, their replies, and the connection that carries them, with the handling of lost connections. Does not own:
-the form of messages (`protocol`), several workers at once (`fleet`), or pushes of weights (`publisher`). Imports
-neither torch nor transformers.
+Owns: calls, their replies, and the connection that carries them, including reconnection. Does not own: the format of
+messages (`protocol`), calls to several workers (`fleet`), or pushes of weights (`publisher`). Imports neither torch nor
+transformers.
 """

@@ -1,16 +1,17 @@
 """The clients: prompts in, groups of samples out. `RolloutClient` is for code without an event loop.
 
-Owns the meaning of the calls. The connection owns sending, reconnecting and the loss of a worker; `protocol` owns the
-messages. Imports neither torch nor transformers.
+Owns the meaning of the calls. `Connection` owns sending, reconnecting and the handling of a lost worker; `protocol`
+owns the messages. Imports neither torch nor transformers.
 
 Promises:
 
-- A call returns when all its requests have ended. Unless it is to return errors, it raises the first error of a request
-  and names the prompt in it.
-- A call that raises, is cancelled or is interrupted gives its requests up, as does a stream that is closed early. The
+- A call returns when all its requests have ended. By default it raises the first error of a request, and the error
+  names the prompt; with `errors="return"` it returns errors instead.
+- A call that raises, is cancelled or is interrupted gives up its requests, as does a stream that is closed early. The
   worker then aborts every request that no other client waits for.
-- If the worker or its replies are lost, the client does not give its requests up, so that they can be asked for again.
-- The worker is told when results have arrived, so that it does not keep them longer.
+- If the worker or its replies are lost, the client does not give up its requests, so that the caller can submit them
+  again.
+- The client acknowledges results that have arrived, so that the worker need not keep them.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ P = ParamSpec("P")
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
-"""Errors about a single request of a call. Their text then names the request."""
+"""Errors about a single request of a call. The client adds the request's place in the call to their text."""
 _PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, by index. `params`: the parameters as the worker used them, seed included."""
+    """All samples of one prompt, by index. `params`: the parameters that the worker used, including the seed."""
 
     id: str
     samples: tuple[SampleOutput, ...]
@@ -82,17 +83,17 @@ class Group:
 
 
 class AsyncRolloutClient:
-    """A client of the worker at `address`. It connects at the first call. Calls may run at the same time.
+    """A client of the worker at `address`. It connects at the first call. Calls may run concurrently.
 
     All calls must run in the event loop and the process of the first call.
 
-    - `timeout`: seconds without any sign of life from the worker after which pending calls raise WorkerLostError. A
-      worker that computes for long, or still loads its model, shows life.
-    - `server_public_key`, `client_key`: only together. The public key of a worker with named clients, and the secret
-      key of this client. Each is a key in Z85, or the path of the file with it that `zmq.auth.create_certificates` made
-      (`.key`, `.key_secret`).
-    - `while_connected`: the worker ends this client's requests for samples when the connection, or this process, ends.
-      For a client that would not ask for them again.
+    - `timeout`: seconds without any answer from the worker after which pending calls raise WorkerLostError. A worker
+      answers even while it computes or loads its model.
+    - `server_public_key`, `client_key`: the public key of a worker with named clients, and the secret key of this
+      client. Give both or neither. Each is a key in Z85, or the path of a key file that
+      `zmq.auth.create_certificates` made (`.key`, `.key_secret`).
+    - `while_connected`: the worker ends this client's requests for samples when the connection or this process ends.
+      Set it for a client that would not submit them again.
     """
 
     def __init__(
@@ -151,21 +152,21 @@ class AsyncRolloutClient:
     ) -> list[Group] | list[Group | TruerollError]:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
-        - `params`: one for all prompts, or a list with one for each. None: the defaults. With several prompts a seed in
-          a single `params` is refused, since all prompts would share their noise.
+        - `params`: the parameters of all prompts, or a list with parameters for each prompt. None: the defaults. For
+          several prompts, a single `params` with a seed is refused, since all prompts would share their noise.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every step, pass `derive_seed(seed_of_the_run, step)`.
-        - `request_ids`: ids of the requests; by default new ones. Without any seed, the seed follows from id and
-          prompt. The same id and content then give the same samples from any worker with the same weights, even after a
-          crash of either side. A repeated request is not computed twice if the first is unfinished, or if its results
-          were lost on the way.
+        - `request_ids`: ids of the requests; by default new ones. If no seed is given, the worker derives it from the
+          id and the prompt. A request with the same id and content then gives the same samples from any worker with the
+          same weights, even after a crash of client or worker. If a request is submitted again while the first one is
+          unfinished, or because its results were lost on the way, the worker does not compute it twice.
         - `errors`: with `return`, the error of a failed prompt takes the place of its group, and the other prompts
           finish.
         - `progress`: show a progress bar on a terminal.
-        - `min_weight_version`: oldest weights with which a request may begin. A worker with older weights, for example
-          after a restart, makes the call raise StaleWeightsError. If a later push with `allow_older` brings older
-          weights, the version spans of the samples show it.
-        - `wait_for_weights`: wait instead of raising StaleWeightsError, until a push has brought the weights.
+        - `min_weight_version`: oldest version of the weights with which a request may begin. If the worker has older
+          weights, for example after a restart, the call raises StaleWeightsError. If a later push with `allow_older`
+          brings older weights, the version spans of the samples show it.
+        - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push has brought the weights.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["while_connected"] = self._while_connected
@@ -227,10 +228,10 @@ class AsyncRolloutClient:
         """Generate like `generate`, but yield (position of the prompt, sample) as each sample finishes.
 
         `deltas`: before a sample, also yield (position, SampleDelta) for its new tokens as they arrive. The deltas of a
-        sample together equal the sample, to the bit. Each delta begins where the one before ended, or at 0. A delta at
-        0 after others means that the sample was started again, for example after a lost connection, and that the
-        earlier deltas are void. Deltas that the caller does not take at once are merged into one. If the client joins a
-        running request of another client, the first delta has all tokens so far.
+        sample together equal the sample, to the bit. Each delta begins where the previous delta ended, or at token 0.
+        A later delta at 0 means that the sample was started again, for example after a lost connection: discard the
+        earlier deltas of the sample. Deltas that the caller does not take at once are merged into one. If the client
+        joins a running request of another client, the first delta has all tokens so far.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas)
@@ -254,18 +255,18 @@ class AsyncRolloutClient:
     ) -> list[SampleOutput]:
         """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
-        - `samples`: one sample of `generate` for each prompt. Samples with finish reason `abort` are continued, and
-          samples with `length` that have fewer than `max_tokens` tokens. All others are returned unchanged. If
-          `max_tokens` is None, samples with `length` are continued to the end of the model's context, unless they have
-          reached it.
+        - `samples`: one sample of `generate` for each prompt. A sample is continued if its finish reason is `abort`, or
+          if it is `length` and the sample has fewer than `max_tokens` tokens. All other samples are returned unchanged.
+          If `max_tokens` is None, samples with `length` are continued to the end of the model's context, unless they
+          have reached it.
         - `params`: the parameters of the original call, or of the samples' group. `n` and the seed are ignored, since
           each sample continues with its own noise. `max_tokens` and `min_tokens` count all tokens of a sample. A stop
           string may begin in the existing tokens.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
-        With the original weights the whole sample has the same bits as one that was never interrupted. With other
-        weights its version spans say which weights made which tokens.
+        With the original weights, the whole sample has the same bits as a sample that was never interrupted. With other
+        weights, its version spans say which weights generated which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
@@ -323,10 +324,11 @@ class AsyncRolloutClient:
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """End requests, or the sample `index` of each. Return the number of samples that this ended.
+        """Abort requests, or only sample `index` of each. Return the number of samples that this ended.
 
-        The samples arrive, with their tokens so far and finish reason `abort`, at the calls that asked for them. Raise
-        UnknownRequestError if a request or sample is not running, unless `missing_ok`; the other requests end anyway.
+        The calls that requested the samples get them with their tokens so far and finish reason `abort`. Raise
+        UnknownRequestError if a request or sample is not running, unless `missing_ok` is set; the other requests are
+        aborted anyway.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -343,11 +345,11 @@ class AsyncRolloutClient:
         return reply.num_samples
 
     async def abort_all(self) -> int:
-        """End all requests of this client, the oldest first, as `abort` does. Return the number of ended samples."""
+        """Abort all requests of this client, the oldest first. Return the number of samples that this ended."""
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
-        """Return the worker's health. The worker answers at once, even while it loads or computes."""
+        """Return the worker's health. The worker answers at once, even while it computes or loads its model."""
         reply = await self.ask(protocol.GetHealth(id=protocol.new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
@@ -359,7 +361,10 @@ class AsyncRolloutClient:
         return reply
 
     async def pause(self) -> protocol.Status:
-        """Generate nothing until `resume`. Running requests keep their tokens; new ones wait or are refused."""
+        """Make the worker generate nothing until `resume`.
+
+        Running requests keep their tokens. New requests wait or are refused, depending on `while_unavailable`.
+        """
         return await self._ask_status(protocol.Pause(id=protocol.new_id()))
 
     async def resume(self) -> protocol.Status:
@@ -391,7 +396,7 @@ class AsyncRolloutClient:
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
-        """Take the memory of `tags` again. The worker is ready when all tags are awake and its weights are whole."""
+        """Allocate the memory of `tags` again. The worker is ready when all tags are awake and its weights complete."""
         return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
@@ -399,9 +404,9 @@ class AsyncRolloutClient:
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """Return the XXH3 hash of the bytes of every served parameter. The worker computes it between two steps.
+        """Return the XXH3 hash of the bytes of every served parameter.
 
-        The next step waits for the result.
+        The worker computes the hashes between two steps, so the next step waits for them.
         """
         reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
         assert isinstance(reply, protocol.Checksums)
@@ -423,7 +428,7 @@ class AsyncRolloutClient:
         await self.close()
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send a call of the protocol that has a single reply, and return the reply. Raise it if it is an error."""
+        """Send a call of the protocol that has a single reply. Return the reply, or raise it if it is an error."""
         inbox = Inbox()
         self._connection.call(message, inbox)
         try:
@@ -440,10 +445,10 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """Submit requests and yield (position, reply) as replies arrive, each sample once, until all have ended.
 
-        Deltas of a sample, if they were asked for, come before it. `what`: name of the caller's argument; an error then
-        names its place in it. `errors`: with `return`, errors are yielded. `in_groups`: the caller uses samples only
-        once their group has ended, so that a client of several workers may start a group again and yield its samples
-        again.
+        Deltas of a sample, if they were requested, come before the sample. `what`: name of the caller's argument, so
+        that an error can name the position of its request in this argument. `errors`: with `return`, errors are yielded
+        instead of raised. `in_groups`: the caller uses samples only once their group has ended, so a client of several
+        workers may restart a group and yield its samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -494,7 +499,7 @@ class AsyncRolloutClient:
 def _settle(
     connection: Connection, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]
 ) -> None:
-    """Tell the worker which requests were given up, and which results have arrived."""
+    """Tell the worker which requests the caller has given up, and which results have arrived."""
     for request in requests:
         if request.id in given_up:
             connection.notify(protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller))
@@ -504,10 +509,10 @@ def _settle(
 
 
 def _check_ids(connection: Connection, ids: list[str]) -> None:
-    """Raise InvalidRequestError for ids that come twice or are in use."""
+    """Raise InvalidRequestError for an id that is given twice or already in use."""
     for id, count in Counter(ids).items():
         if count > 1 or id in connection.calls:
-            text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
+            text = f"request_ids: {id!r} is given twice or already in use; use an id for one request at a time"
             raise InvalidRequestError(text, field="request_ids", value=id)
 
 
@@ -524,11 +529,11 @@ def _blocking(
 
 
 class LoopThread:
-    """An event loop on a daemon thread with the name `name`, for code without an event loop.
+    """An event loop on a daemon thread named `name`, for code without an event loop.
 
-    Promises: a submitted coroutine runs, until `end`. `submit` and `end` may be called on the loop's own thread, where
-    the garbage collector may run; there `end` does not wait. In a process that was forked from the thread's process,
-    both report it at once.
+    Promises: every coroutine that is submitted before `end` runs. `submit` and `end` may be called on the loop's own
+    thread, because the garbage collector may run there; on this thread `end` does not wait. In a process that was
+    forked from the thread's process, `submit` returns a failed future and `end` raises, both at once.
     """
 
     def __init__(self, name: str) -> None:
@@ -541,12 +546,12 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the thread belongs to this process, and not to the process that this one was forked from."""
+        """Return whether the thread belongs to this process, and not to a process that this one was forked from."""
         return wrong_process(self._pid) is None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine. After `end`, and in a forked process, the future raises TruerollError."""
-        if error := wrong_process(self._pid):  # another thread may have held the lock when this process was forked
+        if error := wrong_process(self._pid):  # checked first: a thread may have held the lock at the time of the fork
             return _failed(coroutine, error)
         with self._may_submit:
             if not self._has_ended:
@@ -597,10 +602,10 @@ def _failed(coroutine: Coroutine[Any, Any, T], error: TruerollError) -> Future[T
 class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
-    The asynchronous client runs on a thread of its own. Create the client in the process that uses it: in a process
-    forked from that one its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's
-    requests. Without `close`, the client is closed when nothing refers to it any more, or when the interpreter ends.
-    This also gives up unfinished requests of its streams.
+    The asynchronous client runs on a separate thread. Create the client in the process that uses it: in a process that
+    is forked later, its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's requests.
+    Without `close`, the client is closed when it is garbage-collected, or when the interpreter exits. This also gives
+    up unfinished requests of its streams.
     """
 
     def __init__(
@@ -676,7 +681,7 @@ class RolloutClient:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
         finally:
-            # Do not wait: this also runs when the interpreter ends, and wherever the garbage collector runs.
+            # Do not wait: this also runs when the interpreter exits, and on any thread on which garbage is collected.
             self._thread.submit(samples.aclose())
 
     def close(self) -> None:
@@ -707,9 +712,9 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """Return the error with `where` before its text, if it is about one request of a call; else the error itself.
+    """Return an error with `where` before its text if it is about one request of a call; else return it unchanged.
 
-    `where` also becomes the error's field if its field is the prompt.
+    `where` also becomes the error's field if that was the prompt.
     """
     if not isinstance(error, _OF_ONE_REQUEST):
         return error
@@ -724,8 +729,8 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
     count = done.params.n
     if len(samples) != count or max(samples) >= count:
         raise ProtocolError(
-            f"request {done.id!r}: expected samples 0 to {count - 1}, found {len(samples)} samples up to index "
-            f"{max(samples, default=None)}; use the same release of trueroll on both sides"
+            f"request {done.id!r}: the worker sent {len(samples)} samples up to index {max(samples, default=None)} "
+            f"instead of samples 0 to {count - 1}; use the same release of trueroll on both sides"
         )
     ordered = tuple(samples[index] for index in range(count))
     return Group(done.id, ordered, done.params, done.num_prompt_tokens)
@@ -733,7 +738,7 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
 
 def _scored(reply: protocol.Scores) -> ScoreOutput:
     if reply.finish_reason == "abort":
-        raise RequestAbortedError("score: was aborted before it was computed; ask again if it is still needed")
+        raise RequestAbortedError("score: the request was aborted before its result was computed; send it again")
     return protocol.score_output(reply)
 
 

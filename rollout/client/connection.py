@@ -1,16 +1,16 @@
-"""A client's connection to one worker. It sends calls and gives the replies to the callers. No caller waits forever.
+"""A client's connection to one worker. It sends calls and passes replies to the callers. No caller waits forever.
 
-Owns: the socket (`Line`), the pending calls (`PendingCalls`), the replies that have come for their callers (`Inbox`,
-and `Received` for growing samples), the times at which calls are sent, and the identity of the process at the other end
+Owns: the socket (`Line`), the pending calls (`PendingCalls`), the replies that callers have not taken yet (`Inbox`, and
+`Received` for growing samples), the times at which calls are sent, and the identity of the process at the other end
 (`Connection`). Does not own: the meaning of calls.
 
 Promises:
 
 - Every call gets its terminal reply or an exception.
 - After a broken connection, calls are sent again to the same worker process, which knows them by their ids. If another
-  process answers, or none for `timeout` seconds, they end with WorkerLostError.
+  process answers, or no process answers for `timeout` seconds, the calls end with WorkerLostError.
 - The answering process is the intended worker: it has the expected key, or runs as this user or root.
-- Everything happens in the event loop and the process of the first call. Calls from elsewhere raise at once.
+- Everything runs in the event loop and the process of the first call. Calls from another loop or process raise at once.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ def wrong_process(pid: int) -> TruerollError | None:
     if os.getpid() == pid:
         return None
     return TruerollError(
-        f"client: was made in process {pid} and cannot be used in process {os.getpid()}, which was forked from it; "
-        "make a new one here"
+        f"client: it was made in process {pid} and cannot be used in process {os.getpid()}, which was forked later; "
+        "make a new client here"
     )
 
 
 class Received:
-    """One sample as it arrives. `put` and `finish` add messages of the worker; `take` returns the new tokens.
+    """One sample as it arrives. `put` and `finish` add messages from the worker; `take` returns the new tokens.
 
-    Promises: all taken deltas together equal the sample, to the bit. Each delta begins where the one before ended, or
-    at 0. A later delta at 0 makes the earlier ones void: the worker had forgotten the request when it was sent again
-    after a lost connection, and computed it again. However late a delta is taken, at most one sample is kept.
+    Promises: all taken deltas together equal the sample, to the bit. Each delta begins where the previous delta ended,
+    or at token 0. A later delta at 0 voids the earlier deltas: when the request was sent again after a lost connection,
+    the worker had forgotten it and computed it again. At most the tokens of one sample are kept, however late a delta
+    is taken.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Received:
         self._is_announced = False
 
     def put(self, delta: Delta) -> bool:
-        """Add a delta. Return True if `take` has something new and the caller was not told so since the last `take`.
+        """Add a delta. Return True if this is the first new delta since the last `take`.
 
         Raise ProtocolError if tokens before the delta are missing.
         """
@@ -79,14 +80,14 @@ class Received:
         return not was_announced
 
     def finish(self, sample: FinishedSample) -> SampleDelta | None:
-        """Return the last delta of a finished sample; None if everything was taken."""
+        """Return the last delta of a finished sample; None if all tokens were already taken."""
         whole, growth = delta_of(sample), self._growth
         if growth is None or growth.num_tokens > whole.num_tokens or not growth.put(whole):
             self._begin(whole)
         return self.take()
 
     def take(self) -> SampleDelta | None:
-        """Return a delta with everything that was not taken yet; None if there is nothing."""
+        """Return a delta with all tokens that were not taken yet; None if there are none."""
         self._is_announced = False
         growth, start = self._growth, self._num_taken
         if growth is None or (growth.num_tokens == start and not self._is_anew):
@@ -97,8 +98,8 @@ class Received:
     def _begin(self, delta: Delta) -> None:
         if delta.start:
             raise ProtocolError(
-                f"deltas: tokens of {delta.id!r}, sample {delta.index}, came out of order (those from {delta.start} on "
-                "came too early); use the same release of trueroll on both sides"
+                f"deltas: request {delta.id!r}, sample {delta.index}: tokens from {delta.start} on arrived before the "
+                "tokens ahead of them; use the same release of trueroll on both sides"
             )
         self._growth = Growth(delta)
         self._is_anew, self._num_taken = self._num_taken > 0, 0
@@ -124,7 +125,7 @@ class Inbox:
             self._queue.put_nowait((delta.id, received))
 
     def finish(self, sample: protocol.FinishedSample) -> SampleDelta | None:
-        """Return the delta of a finished sample that was not taken; None if everything was taken."""
+        """Return the last delta of a finished sample; None if all tokens were already taken."""
         return self._received.pop((sample.id, sample.index), Received()).finish(sample)
 
     async def get(self) -> tuple[str, Reply | Received]:
@@ -132,27 +133,27 @@ class Inbox:
         return await self._queue.get()
 
     def rest(self) -> Iterator[tuple[str, Reply | Received]]:
-        """Yield the replies that have come but were not taken."""
+        """Yield the replies that have arrived but were not taken."""
         while not self._queue.empty():
             yield self._queue.get_nowait()
 
 
 LINGER_MS = 200
 SETTLE_SECONDS = 0.05
-"""Pause after the end of a connection. ZMQ reports the end a moment before the last messages can be read."""
+"""Pause after a connection ends. ZMQ reports the end a moment before the last messages can be read."""
 RETRY_MS = 200
 HEARTBEAT_MS = 10_000
 
 
 class Listener(Protocol):
-    """Receives the events of a line. An exception that it raises ends the line."""
+    """Receiver of the events of a line. If one of its methods raises, the line ends."""
 
     def heard(self, frame: bytes) -> None:
         """Handle a frame from the worker."""
         ...
 
     def connected(self) -> None:
-        """Handle a new connection. Nothing was sent on it yet."""
+        """Handle a new connection, on which nothing was sent yet."""
         ...
 
     def disconnected(self) -> None:
@@ -160,7 +161,7 @@ class Listener(Protocol):
         ...
 
     def failed(self, error: TruerollError) -> None:
-        """Handle the failure of a task of the line. Nothing is heard any more."""
+        """Handle the failure of a task of the line. No more frames will arrive."""
         ...
 
 
@@ -181,7 +182,7 @@ class Line:
         return bool(self._tasks)
 
     def open(self) -> None:
-        """Connect, in the running event loop. Raise ConfigError if it is impossible to connect to the address."""
+        """Connect, in the running event loop. Raise ConfigError if the address cannot be connected to."""
         self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._connect()
@@ -191,7 +192,7 @@ class Line:
         self._socket.send(frame)
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task while the line is open."""
+        """Run a task until the line is closed."""
         self._tasks[name] = asyncio.create_task(coroutine)
         self._tasks[name].add_done_callback(self._on_task_end)
 
@@ -207,25 +208,25 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """Return an error if this is another process, or another event loop, than that of the first call, else None."""
+        """Return an error if this is not the process and the event loop of the first call, else None."""
         if self._home is None:
             return None
         pid, loop = self._home
         if error := wrong_process(pid):
             return error
-        with suppress(RuntimeError):  # no loop runs: the garbage collector closes a stream
+        with suppress(RuntimeError):  # no loop is running if the garbage collector closes a stream
             if asyncio.get_running_loop() is loop:
                 return None
         return TruerollError(
-            "client: was called in another event loop than that of its first call; make a client in each, or use "
+            "client: this is not the event loop of its first call; make a client in each event loop, or use "
             "RolloutClient"
         )
 
     def _connect(self) -> None:
         """Make a socket for a single connection, so that unsent messages do not go to the next process at the address.
 
-        They do so only if the event loop stands still for longer than `RETRY_MS` at this moment, since the socket
-        reconnects by itself.
+        The socket reconnects by itself after `RETRY_MS`. So the messages could still go there if the event loop is
+        blocked for longer than that when the connection ends.
         """
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
@@ -243,7 +244,7 @@ class Line:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"address: cannot connect to {self.address}: {error.strerror}; correct it") from None
+            raise ConfigError(f"address: cannot connect to {self.address} ({error.strerror}); correct it") from None
         self.spawn("read", self._read())
         self.spawn("follow", self._follow(monitor))
 
@@ -255,7 +256,7 @@ class Line:
     async def _read(self) -> None:
         while True:
             self._hear(await self._socket.recv(copy=False))
-            with suppress(zmq.Again):  # the frames that came with it need no future each
+            with suppress(zmq.Again):  # read the frames that arrived with it without a future for each
                 while True:
                     self._hear(zmq.Socket.recv(self._socket, zmq.NOBLOCK, copy=False))
 
@@ -264,7 +265,7 @@ class Line:
         self._listener.heard(frame.bytes)
 
     def _check_worker(self, frame: zmq.Frame) -> None:
-        """Raise ForbiddenError if there are no keys, and the frame comes from a user other than this one and root."""
+        """Raise ForbiddenError if there are no keys and the frame comes from a user other than this user or root."""
         if self._keys is not None:
             return
         uid = int(str(frame.get("Peer-Address")).split(":")[1])
@@ -280,8 +281,8 @@ class Line:
             self._listener.disconnected()
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ForbiddenError(
-                    f"worker: the worker at {self.address} does not know this client's key; add its public key to the "
-                    "worker's clients_file and restart the worker"
+                    f"worker: the worker at {self.address} does not know this client's key; add the client's public "
+                    "key to the worker's clients_file and restart the worker"
                 )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._listener.connected()
@@ -303,8 +304,8 @@ class Line:
 
 @dataclass
 class Call:
-    """A pending call. `caller`: the caller's name in replies to the call; None for a call without one. `replies`: types
-    of its replies, other than deltas.
+    """A pending call. `caller`: the caller's name in replies to the call; None if the call names no caller. `replies`:
+    the types of its replies, other than deltas.
     """
 
     frame: bytes
@@ -346,7 +347,7 @@ class PendingCalls:
         return self._calls.get(id)
 
     def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Drop these calls. Return the ids of those that the worker may know."""
+        """Drop these calls. Return the ids of the dropped calls that the worker may know."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
@@ -382,7 +383,7 @@ class PendingCalls:
             self.finish(id, error)
 
     def fail_sent(self, error: TruerollError) -> None:
-        """End all calls that were sent with an error."""
+        """End with an error all calls that were sent."""
         for id in [id for id, call in self._calls.items() if call.was_sent]:
             self.finish(id, error)
 
@@ -405,13 +406,15 @@ def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
 
 def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWorker], ...]) -> ProtocolError:
     types = " or ".join(kind.model_fields["type"].default for kind in expected)
-    return ProtocolError(f"reply: expected {types}, found {reply.type}; use the same release of trueroll on both sides")
+    return ProtocolError(
+        f"reply: the worker sent {reply.type} instead of {types}; use the same release of trueroll on both sides"
+    )
 
 
 TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
-"""Bytes that are sent before the worker must confirm them. The worker disconnects a client that sends much faster than
-the worker reads.
+"""Number of unconfirmed bytes at which sending stops until the worker confirms them. The worker disconnects a client
+that sends much faster than the worker reads.
 """
 
 
@@ -438,7 +441,8 @@ class _Window:
 class Connection:
     """A connection to a worker, made at the first call.
 
-    `timeout`: seconds without any sign of life after which a worker with pending calls is lost. `calls`: pending calls.
+    `timeout`: seconds without any answer after which a worker with pending calls counts as lost. `calls`: the pending
+    calls.
     """
 
     def __init__(self, address: str, timeout: float, server_public_key: Key | None, client_key: Key | None) -> None:
@@ -453,7 +457,7 @@ class Connection:
         self._end: TruerollError | None = None
 
     def call(self, message: protocol.Call, inbox: Inbox) -> None:
-        """Send a message. Its replies go to `inbox` with the message's id. The last one is terminal or an exception."""
+        """Send a message. Its replies go to `inbox` under its id. The last one is terminal or an exception."""
         if error := self._line.not_at_home() or self._end:
             raise error
         if not self._line.is_open:
@@ -508,7 +512,7 @@ class Connection:
         self._line.send(protocol.encode(protocol.GetHealth(id=id)))
 
     async def _watch(self) -> None:
-        """Ask for a sign of life every quarter of the timeout. Count only quarters in which this loop was running."""
+        """Request the worker's health every quarter of the timeout. Count only quarters in which this loop ran."""
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
             self._silent_ticks = self._silent_ticks + 1 if self.calls else 0
@@ -525,7 +529,9 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """Send pending calls on a new connection on which the worker has answered. Fail sent calls if it restarted."""
+        """Send pending calls on a new connection, once the worker has answered on it. If the worker was restarted, end
+        the calls that were sent to the old process with an error.
+        """
         if self._worker is not None and worker.instance != self._worker.instance:
             self.calls.fail_sent(
                 WorkerLostError(f"worker: the worker at {self._line.address} was restarted; submit the request again")
@@ -538,7 +544,7 @@ class Connection:
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
-        """Note that the worker has received everything that was sent before it was asked."""
+        """Note that the worker has received everything that was sent before the health request that it now answers."""
         self._window.unconfirmed = 0
         self._send_queued()
 
@@ -553,7 +559,7 @@ class Connection:
         assert self._worker is not None
         limit = self._worker.limits["max_message_bytes"]
         if (found := len(call.frame)) > limit:
-            text = f"has {found} bytes (limit {limit}, max_message_bytes); send less, or raise the limit"
+            text = f"it has {found} bytes (limit {limit}, max_message_bytes); send less, or raise the worker's limit"
             self.calls.finish(id, MessageTooLargeError(f"message: {text}", value=found, limit=limit))
             return
         call.was_sent = True

@@ -1,8 +1,8 @@
-"""The continuation of a sample that ended early: the request for its rest, and the join of both parts.
+"""The continuation of a sample that ended early: the request for its remaining tokens, and the join of both parts.
 
-A token depends on the weights, the tokens before it, its position, and the sample's own seed. The rest of a sample is
-therefore requested as sample 0 of a request with the existing tokens at the end of its prompt, and with a seed that
-gives the same noise.
+A token depends on the weights, the tokens before it, its position, and the sample's own seed. The remaining tokens are
+therefore requested as sample 0 of a new request. Its prompt ends with the existing tokens, and its seed gives the same
+noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..protocol import tokens_to_bytes
 def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
     """Return whether a sample can be continued.
 
-    For finish reason `length` without `max_tokens`, only the worker knows whether the context has room.
+    If the finish reason is `length` and `max_tokens` is None, return True: only the worker knows whether the context
+    has room.
     """
     if sample.finish_reason == "length":
         return params.max_tokens is None or len(sample.token_ids) < params.max_tokens
@@ -32,7 +33,7 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
 def continuation(
     position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
 ) -> dict[str, Any]:
-    """Return the fields of the request for the rest of `sample`, at `position` of a call.
+    """Return the fields of the request for the remaining tokens of `sample`, which is at `position` of a call.
 
     `params`: the parameters of the whole sample. Raise InvalidRequestError if they do not fit the sample.
     """
@@ -97,7 +98,7 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
 
 
 def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
-    """Join the routes. Those of the rest begin again with the prompt and the existing tokens."""
+    """Join the routes. The routes of `rest` cover the prompt and the existing tokens again."""
     if first is None or rest is None:
         return first if rest is None else rest
     return np.concatenate((first, rest[len(first) :]))

@@ -1,6 +1,6 @@
 """Starts a worker process and ends it.
 
-Owns: the child process, and the cleanup after a killed one. The child reads its settings from a pipe that stays open.
+Owns: the child process, and the cleanup after it was killed. The child reads its settings from a pipe that stays open.
 When the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
 """
 
@@ -23,16 +23,16 @@ from ...engine.config import EngineConfig
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
 
-# -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone of trueroll, `kernels` would hide a package of that name.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.worker.process")
 STOP_MARGIN_SECONDS = 10.0
-"""Time beyond its drain deadline in which a worker may abort the remaining requests and exit, before it is killed."""
+"""Time after the drain deadline that a worker has to abort the remaining requests and exit, before it is killed."""
 
 
 class WorkerProcess:
     """A worker that runs as a child process. `address`: address to connect to. A context manager that stops the worker.
 
-    A process that is forked from this one holds the child's pipe open: the child then lives until that process ends,
+    A process that is forked from this one keeps the child's pipe open, so the child runs until that process has ended,
     too.
     """
 
@@ -55,7 +55,7 @@ class WorkerProcess:
             if worker.address is None:
                 self._folder = Path(self.address.removeprefix("ipc://")).parent
         except BaseException:
-            self.close()  # the worker removes its folder, which is not known here yet
+            self.close()  # the worker itself removes its folder, because the path is not known here yet
             raise
 
     @property
@@ -73,7 +73,7 @@ class WorkerProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit; kill it if it does not meet its deadline. No-op if it has ended."""
+        """Let the worker drain and exit; kill it if it misses its deadline. No-op if it has ended."""
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +89,7 @@ class WorkerProcess:
             assert pipe is not None
             pipe.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that was not killed has done this itself
+            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that exits by itself removes its folder
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -100,7 +100,7 @@ class WorkerProcess:
     def _configure(self, worker: WorkerConfig, engine: EngineConfig) -> None:
         settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the child has ended already; its outcome says why
+        with contextlib.suppress(BrokenPipeError):  # the child has already ended; its outcome says why
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
 
     def _wait_until_ready(self, deadline: float) -> str:
@@ -116,12 +116,12 @@ class WorkerProcess:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise WorkerFailedError(
-                    "worker: not ready within startup_timeout; raise it, or see the worker's log above"
+                    "worker: it was not ready within startup_timeout; raise the timeout, or see the worker's log above"
                 )
             part = os.read(self._process.stdout.fileno(), 4096)
             if not part:
                 code = self._process.wait()
-                raise WorkerFailedError(f"worker: ended with exit code {code} while starting; see its log above")
+                raise WorkerFailedError(f"worker: it ended with exit code {code} during startup; see its log above")
             line += part
         return line
 
@@ -130,9 +130,9 @@ def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any
     """Start a worker that serves `model`. Return when it is ready.
 
     `settings`: settings of EngineConfig and WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
-    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: in seconds. Raise ConfigError for an unknown setting or a wrong
-    value, ModelError if the model cannot be loaded, and WorkerFailedError if the process ends early or is not ready in
-    time.
+    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: seconds that the worker has to get ready. Raise ConfigError for
+    an unknown setting or an invalid value, ModelError if the model cannot be loaded, and WorkerFailedError if the
+    process ends early or is not ready in time.
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
     return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)

@@ -1,7 +1,7 @@
-"""The members of a fleet, as its clients and publishers learn them.
+"""The members of a fleet, for its clients and publishers.
 
-The process that keeps the workers running publishes the members through an object (`Fleet`) or a file that it replaces
-at every change. A fixed list of addresses also works. Imports neither ray nor zmq.
+The process that keeps the workers running publishes the members through an object (`Fleet`), or through a file that it
+replaces at every change. A fixed list of addresses also works. Imports neither ray nor zmq.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 MOST_FILE_BYTES = 2**21
-"""Limit on the file of a fleet. It has room for 1,024 workers, each with the text of its trouble."""
+"""Limit on the size of a fleet's file. It has room for 1,024 workers, each with the text of its trouble."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
 
@@ -39,7 +39,7 @@ class Member:
     - `incarnation`: differs for each process in this place; empty if unknown.
     - `standing`: `serving` (may get requests), `joining` (does not have the fleet's weights yet) or `leaving` (ends
       once its requests have finished).
-    - `trouble`: why the last attempt to bring it to the fleet's weights failed; empty if it did not.
+    - `trouble`: why the last attempt to give the worker the fleet's weights failed; empty if it did not fail.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def told(self) -> str:
-        """The trouble, with the worker's name."""
+        """The worker's name and its trouble."""
         return f"{self.name}: {self.trouble}"
 
 
@@ -63,7 +63,7 @@ class Membership(Protocol):
     """A source of the current members of a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Return the members, each name once. Called often, from any thread: it must not block."""
+        """Return the members, each name once. It is called often, from any thread, so it must not block."""
         ...
 
 
@@ -77,10 +77,10 @@ class PushNote:
 
 @runtime_checkable
 class KeepsPush(Protocol):
-    """A keeper of workers, which must know the weights that a replacement has to serve."""
+    """A supervisor of workers, which must know the weights that a replacement has to serve."""
 
     def note_push(self, note: PushNote) -> None:
-        """Note that all workers serve this push now. They may all be lost before anything else has noted it."""
+        """Record that all workers serve this push now. It is the only record if all workers are lost at once."""
         ...
 
 
@@ -96,9 +96,9 @@ class Addresses:
     def __init__(self, addresses: Sequence[str]) -> None:
         listed = list(addresses)
         if not listed or not all(isinstance(address, str) and address for address in listed):
-            raise ConfigError(f"fleet: expected a list of worker addresses, found {brief(addresses)}; give a list")
+            raise ConfigError(f"fleet: must be a list with at least one worker address (got {brief(addresses)})")
         if len(set(listed)) != len(listed):
-            raise ConfigError(f"fleet: an address comes twice in {brief(listed)}; give each worker once")
+            raise ConfigError(f"fleet: {brief(listed)} has an address twice; give each worker once")
         self._members = tuple(Member(address, address) for address in listed)
 
     def members(self) -> Sequence[Member]:
@@ -106,7 +106,7 @@ class Addresses:
 
 
 class FleetFile:
-    """The members in a file, as `write_members` wrote them last."""
+    """The members in the file that `write_members` last wrote."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -115,7 +115,7 @@ class FleetFile:
         self._read()
 
     def members(self) -> Sequence[Member]:
-        """Return the members; the last known ones while the file cannot be read."""
+        """Return the members. While the file cannot be read, return the last known members."""
         try:
             self._read()
         except ConfigError:
@@ -124,13 +124,13 @@ class FleetFile:
         return self._members
 
     def note_push(self, note: PushNote) -> None:
-        """Leave a note for the fleet's keeper in a file beside the fleet's. Raise ConfigError if that is impossible."""
+        """Write a note for the fleet's process beside the fleet's file. Raise ConfigError if that fails."""
         try:
             mode = stat.S_IMODE(self._path.stat().st_mode)  # the same users may read both
             _replace(version_file(self._path), json.dumps(asdict(note)), mode)
         except OSError as error:
             raise ConfigError(
-                f"fleet: cannot write into the folder of {self._path}: {error}; let trainers write to it"
+                f"fleet: cannot write into the folder of {self._path} ({error}); give trainers write permission"
             ) from None
 
     def _read(self) -> None:
@@ -143,47 +143,47 @@ class FleetFile:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"fleet: {self._path} is not the file of a fleet: {said(error)}; give the file that Fleet or "
-                "`trueroll fleet` was told to write, or the addresses of workers"
+                "`trueroll fleet` writes, or the addresses of workers"
             ) from None
         self._seen = seen
 
 
 def _members_in(text: str) -> tuple[Member, ...]:
-    """Parse the members. Raise ValueError or RecursionError for a text that `write_members` does not write."""
+    """Parse the members. Raise ValueError or RecursionError for a text that `write_members` cannot have written."""
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
         raise ValueError("it is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
-        raise ValueError("it names a member twice")
+        raise ValueError("it has a member twice")
     return members
 
 
 def _member_of(entry: Any) -> Member:
     names = {field.name for field in fields(Member)}
     if not isinstance(entry, dict) or not entry.keys() <= names:
-        raise ValueError(f"a member is not a map of {', '.join(sorted(names))} (got {brief(entry)})")
+        raise ValueError(f"a member must be a map of {', '.join(sorted(names))} (got {brief(entry)})")
     if not all(isinstance(value, str) for value in entry.values()):
         raise ValueError("a field of a member is not a string")
     if not (entry.get("name") and entry.get("address")):
         raise ValueError("a member has no name or no address")
     if entry.get("standing", "serving") not in get_args(Standing):
         raise ValueError(
-            f"a member's standing is {brief(entry['standing'])}, not one of {', '.join(get_args(Standing))}"
+            f"a member's standing must be one of {', '.join(get_args(Standing))} (got {brief(entry['standing'])})"
         )
     return Member(**entry)
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
-    """Replace the file as a whole. It holds only addresses, no keys. `mode`: mode of the file, before the umask."""
+    """Replace the file atomically. It has addresses but no keys. `mode`: mode of the file, before the umask."""
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
 
 class MembersFile:
     """The file of a fleet, written by the process that keeps the workers running.
 
-    `is_stale`: True if the last write failed. The next call of `tell` repeats it.
+    `is_stale`: True if the last write failed. The next call of `tell` then writes again.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -200,7 +200,7 @@ class MembersFile:
             self._told, self.is_stale = members, False
         except OSError as error:
             if not self.is_stale:
-                log.error("cannot write %s (%s); clients that read it miss changes", self._path, error.strerror)
+                log.error("cannot write %s (%s); its readers do not see changes", self._path, error.strerror)
             self.is_stale = True
 
     def remove(self) -> None:
@@ -209,12 +209,12 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path at which a trainer in another process notes its pushes to the fleet with the file `path`."""
+    """Return the path of the note that a trainer in another process writes for the fleet with the file `path`."""
     return path.with_name(f"{path.name}.version")
 
 
 def noted_push(path: Path) -> PushNote | None:
-    """Return the noted push; None if there is none, or if `note_push` did not write the file."""
+    """Return the noted push; None if there is no note, or if its content is not what `note_push` writes."""
     try:
         with open_regular(version_file(path)) as file:
             content = json.loads(read_text(file, MOST_NOTE_BYTES))
@@ -240,12 +240,12 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def is_fleet(target: str) -> bool:
-    """Return whether a string means a fleet (a file or several addresses), not the address of one worker."""
+    """Return whether a string is a fleet (its file, or several addresses) rather than the address of one worker."""
     return "://" not in target or "," in target
 
 
 def membership_of(fleet: FleetArg) -> Membership:
-    """Return the membership that `fleet` stands for. Raise ConfigError if it is invalid."""
+    """Return the membership of a fleet. Raise ConfigError if the argument is invalid."""
     if isinstance(fleet, str) and "://" in fleet:
         return Addresses([address.strip() for address in fleet.split(",")])
     if isinstance(fleet, str | Path):
@@ -254,6 +254,6 @@ def membership_of(fleet: FleetArg) -> Membership:
         return Addresses(fleet)
     if not callable(getattr(fleet, "members", None)):
         raise ConfigError(
-            f"fleet: expected a Fleet, its file or addresses of workers, found {brief(fleet)}; give one of these"
+            f"fleet: must be a Fleet, the file of a fleet, or the addresses of workers (got {brief(fleet)})"
         )
     return fleet

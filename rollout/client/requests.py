@@ -1,4 +1,5 @@
-"""Turns a caller's arguments into messages. Raises InvalidRequestError, which says what to correct, for invalid ones.
+"""Conversion of a caller's arguments to messages. Invalid arguments raise InvalidRequestError, which says what is
+wrong.
 
 Pure: uses no connection and sends nothing.
 """
@@ -39,7 +40,7 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors` `return`, the error of a prompt takes the place of its message.
+    """Return a message for each prompt. With `errors="return"`, the error of a prompt takes the place of its message.
 
     `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
@@ -95,20 +96,20 @@ def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, prot
 
 
 def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:
-    """Return the parameters of each prompt, with a seed of its own if the call has a seed."""
+    """Return the parameters of each prompt. If the call has a seed, each prompt gets its own seed."""
     own, seed = [params.seed for params in all_params if params.seed is not None], plain(seed)
     if seed is None:
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
-                f"params: with seed {given.seed} all {len(all_params)} prompts would draw the same noise; give "
-                f"generate(..., seed={given.seed}), or a list of params",
+                f"params: with seed {given.seed} all {len(all_params)} prompts would draw the same noise; call "
+                f"generate(..., seed={given.seed}), or give a list of params",
                 field="params",
                 value=given.seed,
             )
         return all_params
     if own or type(seed) is not int or not 0 <= seed < 2**64:
         if own:
-            text = f"seed: the params have a seed too ({own[0]}); give only one of them"
+            text = f"seed: the params also have a seed ({own[0]}); give only one of them"
         else:
             text = f"seed: must be an integer in [0, 2**64) (got {brief(seed)})"
         raise InvalidRequestError(text, field="seed", value=seed)
@@ -128,12 +129,14 @@ def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
 
 def _check_count(field: str, expected: str, found: int, count: int) -> None:
     if found != count:
-        text = f"{field}: expected {expected} {count} prompts, found {found}"
+        text = f"{field}: there must be {expected} {count} prompts (got {found})"
         raise InvalidRequestError(text, field=field, value=found, limit=count)
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """Make a message of a caller's arguments, including numpy scalars. Raise InvalidRequestError if one is invalid."""
+    """Make a message from a caller's arguments, which may be numpy scalars. Raise InvalidRequestError for an invalid
+    one.
+    """
     try:
         return kind(**{name: plain(value) for name, value in fields.items()})
     except ValidationError as error:
@@ -141,7 +144,7 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a table: its padding would be taken for tokens."""
+    """Return the sequences as a list. Raise InvalidRequestError for a 2-D array, as padding would count as tokens."""
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Reads small files that another user may have put there: only if they are regular, and up to a limit."""
+"""Reads small files that another user may have created: only regular files, and only up to a size limit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Does not block, as opening a pipe would.
+    """Open a regular file for reading. Does not block, even if the path is a pipe.
 
-    Raise OSError if it cannot be opened, and ValueError if it is a pipe, a device or a folder.
+    Raise OSError if the file cannot be opened, and ValueError if it is a pipe, a device or a folder.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -31,9 +31,9 @@ def read_text(file: BinaryIO, max_bytes: int) -> str:
 
 
 def check_printable(value: object) -> None:
-    """Raise ValueError if a string or key in a value from JSON or TOML has a character that is not printable.
+    """Raise ValueError if a string or a key in a value has an unprintable character.
 
-    `value`: a value of any depth.
+    `value`: a value from JSON or TOML, nested to any depth.
     """
     left = [value]
     while left:

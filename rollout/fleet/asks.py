@@ -1,8 +1,8 @@
 """Asks: the messages to one worker on behalf of a request, either for the whole request or for its missing samples.
 
 Pure functions and data. A sample is a function of its own seed and of the tokens before it, so any worker returns the
-same sample. A single missing sample is asked for as sample 0 of a separate request with a seed that gives the same
-noise. The rest of a partial sample is asked for as its continuation.
+same sample. A single missing sample is requested as sample 0 of a separate request with a seed that gives the same
+noise. The remaining tokens of a partial sample are requested as its continuation.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Ask:
     refusal: TruerollError | None = None
 
     def note(self, error: TruerollError) -> bool:
-        """Record an error of the worker. Return whether another worker may succeed where this one failed."""
+        """Record an error from the worker. Return whether the request may succeed at another worker."""
         self.is_lost = self.is_lost or isinstance(error, _LOST)
         self.refusal = error if isinstance(error, _REFUSED) else self.refusal
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether all `n` samples of a whole request were answered, so its end comes next."""
+        """Return whether the worker has sent all `n` samples of a whole request, so the request's end comes next."""
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return what the worker has to abort to end the samples `indices` of `n`: pairs of a request id and a sample
-        index, or None as the index for all samples of that request.
+        """Return the aborts that end the samples `indices` of `n` at the worker, as pairs (request id, sample index).
+        The index None stands for all samples of that request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]
@@ -71,7 +71,7 @@ def ask_for_all(request: Request) -> Ask:
 
 
 def ask_for_missing(request: protocol.Generate, missing: Collection[int], parts: Mapping[int, SampleOutput]) -> Ask:
-    """Return an ask for single samples: each whole, or only its continuation if `parts` has a part of it."""
+    """Return an ask for single samples. If `parts` has a part of a sample, ask only for its continuation."""
     caller = protocol.new_id()
     messages: dict[int | None, Request] = {}
     for index in missing:
@@ -97,7 +97,7 @@ def group_seed(request: protocol.Generate) -> int:
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:
-    """Return the end of a group that no single worker has answered as a whole."""
+    """Return the end of a group if its samples come from several asks."""
     params = request.params.model_copy(update=dict(seed=group_seed(request)))
     length = len(request.prompt_token_ids) // 4
     return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=finish_reasons)

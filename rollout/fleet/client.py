@@ -1,7 +1,7 @@
 """The clients of a fleet: the calls of `RolloutClient`, answered by many workers.
 
-Owns: the meaning of each call for many workers. Does not own: the workers, which `WorkerPool` tracks, nor the course of
-a request, which `FleetRequest` runs. Imports neither torch nor ray.
+Owns: the meaning of each call for many workers. Does not own: the list of workers (`WorkerPool`), nor the execution of
+a request (`FleetRequest`). Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ class AsyncFleetClient(AsyncRolloutClient):
     same tokens. Calls like `pause` and `sleep` go to all workers. `health` and `stats` describe all workers together,
     `healths` and `all_stats` each worker.
 
-    `fleet`: a `Fleet`, the file that a fleet writes, or the addresses of workers. `timeout`, `server_public_key`,
-    `client_key`: as for `RolloutClient`, for each worker. `max_staleness`: maximum difference between the weight
-    versions of a group's tokens, and between the newest weights and those of a worker that gets requests. A group with
-    a larger difference, because of a push, is restarted; `stream` raises StaleWeightsError instead if it has yielded a
-    part of the group. `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set,
-    dtype or version of torch, so a sample's bits depend on its worker; False raises ConfigError for such workers.
-    `straggler_seconds`: a request that takes longer than this, and more than three times as long for its size as the
-    slowest recent ones, is sent to a second worker as well; None disables that. `patience`: seconds to wait while no
-    worker can take a request; then the call raises WorkerLostError. `while_connected`: see `AsyncRolloutClient`.
+    - `fleet`: a `Fleet`, the file that a fleet writes, or the addresses of workers
+    - `timeout`, `server_public_key`, `client_key`: as for `RolloutClient`, for each worker
+    - `max_staleness`: maximum difference between the weight versions of a group's tokens, and between the newest
+      weights and the weights of a worker that gets requests. A group that exceeds it because of a push is restarted;
+      `stream` raises StaleWeightsError instead if it has already yielded a part of the group.
+    - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
+      of torch, so that the bits of a sample depend on its worker. False raises ConfigError for such workers.
+    - `straggler_seconds`: a request is sent to a second worker as well if it takes longer than this, and more than
+      three times as long for its size as the slowest recent request. None disables that.
+    - `patience`: seconds to wait while no worker can take a request; then the call raises WorkerLostError
+    - `while_connected`: see `AsyncRolloutClient`
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class AsyncFleetClient(AsyncRolloutClient):
     ) -> None:
         max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
-            text = f"max_staleness: {brief(max_staleness)} is not a non-negative integer; correct it"
+            text = f"max_staleness: must be an integer of at least 0 (got {brief(max_staleness)})"
             raise ConfigError(text, field="max_staleness", value=max_staleness, limit=0)
 
         def make_client(address: str) -> AsyncRolloutClient:
@@ -122,13 +124,13 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """See `AsyncRolloutClient.abort`. Ids that are not of this client's requests are looked up at all workers."""
+        """See `AsyncRolloutClient.abort`. If an id is not of a request of this client, all workers are asked for it."""
         await self._pool.start()
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        # Built only because it raises InvalidRequestError for an id or an index that no worker would accept.
+        # Only to raise InvalidRequestError for an id or an index that no worker would accept.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)
@@ -136,7 +138,7 @@ class AsyncFleetClient(AsyncRolloutClient):
             ended = sum((await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))).values())
         if not ended and not missing_ok:
             which = f"request {id!r}" if index is None else f"sample {index} of request {id!r}"
-            raise UnknownRequestError(f"abort: no worker has anything unfinished of {which}")
+            raise UnknownRequestError(f"abort: {which} is not running on any worker")
         return ended
 
     async def abort_all(self) -> int:
@@ -144,29 +146,29 @@ class AsyncFleetClient(AsyncRolloutClient):
         return await self.abort(self._requests.ids, missing_ok=True)
 
     async def health(self) -> FleetHealth:
-        """Return the health of the fleet, over the workers that answer.
+        """Return the combined health of the workers that answer.
 
-        Counts are summed. `state`: of the worker that is least ready. `weight_version`: the oldest. `instance`: the
-        number of workers. `troubles`: for each joining worker, why it could not get the weights.
+        Counts are summed. `state`: state of the worker that is least ready. `weight_version`: the oldest version.
+        `instance`: the number of workers. `troubles`: for each joining worker, why it could not get the weights.
         """
         healths = list((await self.healths()).values())
         return all_healths(healths, [link.member.told for link in self._pool.links if link.member.trouble])
 
     async def stats(self) -> protocol.Stats:
-        """Return the sums of the lifetime counters of all workers that answer."""
+        """Return the lifetime counters, summed over all workers that answer."""
         return all_stats(list((await self.all_stats()).values()))
 
     async def healths(self) -> dict[str, protocol.Health]:
-        """Return the health of each worker by its name. Workers that do not answer are left out."""
+        """Return the health of each worker by its name, without the workers that do not answer."""
         return await self._ask_each(lambda link: link.client.health())
 
     async def all_stats(self) -> dict[str, protocol.Stats]:
-        """Return the lifetime counters of each worker by its name. Workers that do not answer are left out."""
+        """Return the lifetime counters of each worker by its name, without the workers that do not answer."""
         return await self._ask_each(lambda link: link.client.stats())
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """Return the checksums of the weights that all serving workers have. Raise IllegalStateError if workers have
-        different weights, which can happen during a push.
+        """Return the checksums of the weights, which are the same on all serving workers. Raise IllegalStateError if
+        they are not, which can happen during a push.
         """
         found = await self._ask_each(lambda link: link.client.weight_checksums(), are_serving=True)
         (first, expected), *others = found.items()
@@ -175,7 +177,7 @@ class AsyncFleetClient(AsyncRolloutClient):
                 differing = [key for key, value in expected.checksums.items() if other.checksums.get(key) != value]
                 raise IllegalStateError(
                     f"fleet: workers {first} (version {expected.weight_version}) and {name} (version "
-                    f"{other.weight_version}) differ in the weights {list_names(differing)}; ask again after the push"
+                    f"{other.weight_version}) differ in the weights {list_names(differing)}; try again after the push"
                 )
         return expected
 
@@ -194,14 +196,14 @@ class AsyncFleetClient(AsyncRolloutClient):
         return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
 
     async def close(self) -> None:
-        """Disconnect from all workers. Pending calls raise TruerollError; their requests go on at the workers."""
+        """Disconnect from all workers. Pending calls raise TruerollError; their requests keep running."""
         self._requests.close()
         await self._pool.close()
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
-        """Call each worker, and return the replies of those that answer, by name. `are_serving`: call serving workers
-        only. Raise WorkerLostError if no worker answers. Raise the first error of a worker that is neither lost nor
-        exiting.
+        """Call each worker. Return the replies by name, without the workers that do not answer. `are_serving`: call
+        only serving workers. Raise WorkerLostError if no worker answers. Raise the first error of a worker that is
+        neither lost nor exiting.
         """
         await self._pool.start()
         found: dict[str, T] = {}
@@ -210,7 +212,7 @@ class AsyncFleetClient(AsyncRolloutClient):
             if are_serving:
                 links = [link for link in links if link.member.standing == "serving"]
             found = await _ask_these(links, call)
-            if not found and not any(link.is_gone for link in links):  # otherwise try the workers that replace them
+            if not found and not any(link.is_gone for link in links):  # otherwise try the replacements of gone workers
                 raise WorkerLostError("fleet: no worker answers; see the workers' logs")
         return found
 
@@ -269,6 +271,6 @@ async def _ask_these(links: list[Link], call: Callable[[Link], Awaitable[T]]) ->
     for link, reply in zip(links, replies, strict=True):
         if not isinstance(reply, BaseException):
             found[link.member.name] = reply
-        elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # Unavailable: it is exiting
+        elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # Unavailable means exiting
             raise reply
     return found

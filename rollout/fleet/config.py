@@ -18,18 +18,18 @@ from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
-"""Default of `drain_seconds` for the workers of a fleet: time to finish requests if the fleet's process ends."""
+"""Default of `drain_seconds` for the workers of a fleet. Workers drain for this long if the fleet's process ends."""
 
 
 MOST_WORKERS = 2**10
-"""Limited because the entries of all workers must fit into the file that clients read."""
+"""Maximum number of workers. The entries of all workers must fit into the file that clients read."""
 MOST_CONFIG_BYTES = 2**16
 """Maximum size of the TOML file, checked before it is parsed."""
 
 
 class FleetConfig(BaseModel):
-    """Settings of a fleet, without those of its workers and engines. `Fleet` describes them. Unknown keys and values
-    out of range raise ConfigError.
+    """Settings of a fleet, without the settings of its workers and engines. `Fleet` describes them. Unknown keys and
+    values out of range raise ConfigError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -69,7 +69,7 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
     )
     if worker.address is not None:
         raise ConfigError(
-            f"address: a fleet gives each worker its own address (got {worker.address!r}); leave the setting out"
+            f"address: a fleet gives each worker its own address (got {worker.address!r}); remove the setting"
         )
     engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
     return fleet, worker, engine

@@ -1,7 +1,7 @@
-"""Choose a worker for a group among the eligible ones.
+"""Choose a worker for a group among the eligible workers.
 
-Owns: the placement, and the pace of the latest finished groups. Does not own which workers are eligible: `WorkerPool`
-decides that.
+Owns: the placement, and the pace of the latest finished groups. Does not own the decision which workers are eligible
+(`WorkerPool`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Chooses among the eligible workers. `version`: their newest weight version; None before there were any."""
+    """Chooses among the eligible workers. `version`: their newest weight version; None until there is a worker."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -39,8 +39,8 @@ class Dispatch:
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     def open(self, links: Iterable[Link], version: int) -> None:
-        """Set the eligible workers. If `version` differs from the last one, forget which prefixes workers have cached:
-        after a push they are of no use.
+        """Set the eligible workers. If `version` has changed, forget which prefixes the workers have cached: a push
+        makes them useless.
         """
         chosen = {link.key: link for link in links}
         if self.version != version:
@@ -63,12 +63,12 @@ class Dispatch:
         return None if placed is None else (self._open[placed.worker], placed)
 
     def finish(self, placed: Placed, seconds: float) -> None:
-        """Record that a worker has finished a group after so many seconds."""
+        """Record that a worker has finished a group after `seconds`."""
         self._placement.finish(placed, time.monotonic())
         self._paces.append(seconds / placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Record that a worker no longer has a group that it did not finish."""
+        """Record that a group has left its worker unfinished."""
         self._placement.withdraw(placed)
 
     async def change(self) -> None:

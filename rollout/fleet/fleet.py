@@ -3,9 +3,9 @@
 Owns: the Ray cluster, or the connection to it, and the parts of the fleet: `Scaler`, `Keeper`, `Slots` and
 `FleetWeights`. Does not own requests: clients send them to the workers directly.
 
-Promises: there are as many workers as `scale` asked for, if the cluster has room. A worker never serves the weights of
-an earlier run. The reason why a worker does not serve is reported. The workers end when this process ends, however it
-ends.
+Promises: the fleet has the number of workers that `scale` requested, if the cluster has room. A worker never serves the
+weights of an earlier run. If a worker does not serve, the reason is reported. The workers end when this process ends,
+even if it is killed.
 """
 
 from __future__ import annotations
@@ -38,24 +38,27 @@ class Fleet:
     """A fleet of workers that serve `model` on a Ray cluster. Creating it starts `num_workers` workers and returns when
     all serve. A context manager. Pass it to `FleetClient` and `WeightPublisher.connect_fleet`.
 
-    `settings`: settings of `launch_worker` for each worker, and the following ones of the fleet. `FleetConfig` has
+    `settings`: settings of `launch_worker` for each worker, and the following settings of the fleet. `FleetConfig` has
     their defaults and ranges. Workers on other machines need `curve_secret_key_file` and `clients_file`.
 
-    `ray_address`: address of a cluster to join, or `auto` for the one on this machine; None uses the cluster of this
-    process, or starts a local one. `ray_without_authentication`: also join a cluster that asks for no token, with a
-    warning. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: file with the current members, for
-    clients in other processes. `weights_folder`: a folder that all machines share; by default a folder on this machine.
-    If pushes go through `disk`, write them to this folder: a joining worker then gets its weights from it. Otherwise
-    another worker writes its weights there for the joining one. `server_public_key`, `client_key`: keys for workers
-    with named clients; the client needs the role control. `startup_timeout`: seconds that a worker has to get ready
-    once it has been placed. `hang_seconds`: a worker is replaced if its engine has work and makes no progress for this
-    long. `drain_timeout`: seconds that a leaving worker has to finish its requests. `metrics_port`: port on 127.0.0.1
-    for `/healthz` and for `/metrics` of all workers, without the histograms of durations; 0 takes any free port, None
-    disables it.
+    - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine; None uses the cluster that
+      this process is connected to, or starts a local cluster
+    - `ray_without_authentication`: also join a cluster that asks for no token, with a warning
+    - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
+    - `file`: file with the current members, for clients in other processes
+    - `weights_folder`: a folder that all machines share; by default a folder on this machine. If pushes go through
+      `disk`, write them to this folder: a joining worker then gets its weights from it. Otherwise another worker writes
+      its weights there for the joining worker.
+    - `server_public_key`, `client_key`: keys for workers with named clients; the client needs the role control
+    - `startup_timeout`: seconds that a worker has to get ready once it has been placed
+    - `hang_seconds`: a worker is replaced if its engine has work and makes no progress for this long
+    - `drain_timeout`: seconds that a leaving worker has to finish its requests
+    - `metrics_port`: port on 127.0.0.1 for `/healthz` and for `/metrics` of all workers, without the histograms of
+      durations; 0 takes any free port, None disables it
 
-    Raise ConfigError if a setting is unknown or has a wrong value, ConfigError or ModelError if a worker cannot run
-    with the settings, and WorkerFailedError if a worker is not ready within `startup_timeout`. If weights were pushed
-    to other workers meanwhile and a worker cannot get them, raise the error about that.
+    Raise ConfigError if a setting is unknown or invalid, ConfigError or ModelError if a worker cannot run with the
+    settings, and WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed during the
+    start and a worker cannot get them, raise the error of that attempt.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
@@ -104,13 +107,13 @@ class Fleet:
         return sum(member.standing == "serving" for member in self.members())
 
     def scale(self, num_workers: int) -> None:
-        """Change the number of workers. Return when all serve, and when surplus workers have finished their requests
-        and left. This also resumes abandoned attempts to hand weights over.
+        """Change the number of workers. Return when all workers serve, and when surplus workers have finished their
+        requests and left. This also resumes abandoned attempts to hand weights over.
 
-        Raise the error that keeps a worker from its first start or from the weights of the others. Raise
-        IllegalStateError if more workers are requested while all are asleep, or if all workers were lost and nothing
-        has the pushed weights. Raise TruerollError if the fleet is closed meanwhile. After an error the fleet keeps
-        working towards `num_workers`.
+        Raise the error that prevents a worker's first start, or that keeps a worker from getting the weights of the
+        others. Raise IllegalStateError if more workers are requested while all are asleep, or if all workers were lost
+        and nothing has the pushed weights. Raise TruerollError if the fleet is closed meanwhile. After an error the
+        fleet keeps working towards `num_workers`.
         """
         _check_count(num_workers)
         try:
@@ -119,8 +122,8 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return the process ids of each running worker by its name: of its Ray actor, and of the worker itself. Both
-        are ids on the worker's machine.
+        """Return the process ids of each running worker by its name: (Ray actor, worker). Both are ids on the worker's
+        machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
@@ -130,7 +133,7 @@ class Fleet:
         return None if self._metrics is None else self._metrics.port
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers serve this push now. Connected publishers call it; see `KeepsPush`."""
+        """Record that all workers serve this push now. Publishers that are connected to this fleet call it."""
         self._weights.note(note)
 
     def health(self) -> protocol.Health:
@@ -169,7 +172,7 @@ class Fleet:
 def _check_count(num_workers: int) -> None:
     if type(num_workers) is not int or not 1 <= num_workers <= MOST_WORKERS:
         raise ConfigError(
-            f"num_workers: {brief(num_workers)} is not an integer from 1 to {MOST_WORKERS}; correct it",
+            f"num_workers: must be an integer from 1 to {MOST_WORKERS} (got {brief(num_workers)})",
             field="num_workers",
             value=num_workers,
             limit=MOST_WORKERS,

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class FleetWeights:
     """The weights of a fleet.
 
-    `file`: the fleet's file; trainers in other processes note their pushes beside it. `fleet`: the members. `noted`:
-    the push that a worker must serve if it joins while no other worker serves; None means the checkpoint.
+    `file`: the fleet's file; trainers in other processes write a note of their pushes beside it. `fleet`: the members.
+    `noted`: the push that a worker must serve if it joins while no other worker serves; None means the checkpoint.
     """
 
     def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:
@@ -41,14 +41,14 @@ class FleetWeights:
         self.noted, self._num_notes = push, self._num_notes + 1
 
     def read_note(self) -> None:
-        """Record the push that a trainer in another process has noted beside the file, if it is new."""
+        """Read the note that a trainer in another process wrote beside the file, and record its push if it is new."""
         noted = None if self._file is None else noted_push(self._file)
         if noted is not None and noted != self._noted_in_file:
             self._noted_in_file = noted
             self.note(noted)
 
     def remove_note(self) -> None:
-        """Remove the note that such a trainer wrote beside the file."""
+        """Remove the note beside the file."""
         if self._file is not None:
             version_file(self._file).unlink(missing_ok=True)
 
@@ -57,7 +57,7 @@ class FleetWeights:
         if not self._is_newer(version):
             return
         num_notes = self._num_notes
-        with suppress(IllegalStateError):  # the worker has no weights that it could report now
+        with suppress(IllegalStateError):  # the worker has no weights to report now
             weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))
             assert isinstance(weights, protocol.Weights)
             is_newer = num_notes == self._num_notes and self._is_newer(weights.weight_version)
@@ -68,7 +68,7 @@ class FleetWeights:
         return (version or 0) > (0 if self.noted is None else self.noted.version)
 
     def are_pushed_to(self, health: protocol.Health) -> bool:
-        """Return whether a worker that waits for weights is getting them by a push now, or has just got them."""
+        """Return whether a push is now bringing weights to a worker that waits for them, or has just done so."""
         is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
         return health.push is not None or health.state == "updating" or not is_older
 
@@ -79,9 +79,9 @@ class FleetWeights:
         return await hand_over(client, peer, noted, self.folder, self._fleet, self._keys)
 
     async def are_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-        """Return whether two workers serve the same weights; False, with a warning, if they cannot be asked."""
+        """Return whether two workers serve the same weights. If one of them does not answer, warn and return False."""
         try:
             return await have_the_same(client, peer)
         except TruerollError as error:
-            log.warning("fleet: could not compare the weights of two workers, so they are handed over again: %s", error)
+            log.warning("fleet: handing weights over again, because two workers could not be compared: %s", error)
             return False

@@ -1,13 +1,13 @@
 """The state of one request of a fleet's client, across all workers that it is sent to. Pure: no clock, no I/O.
 
-Owns: which samples were delivered and which are missing, what to ask the next worker for, and the single end of the
-request. Does not own which worker is asked, nor when (`FleetRequest`).
+Owns: the delivered and the missing samples, the content of the next ask, and the single end of the request. Does not
+own the choice of a worker, nor the time of an ask (`FleetRequest`).
 
-Promises: each sample is delivered once, with the same tokens as from any worker, and the request has exactly one end.
-If a worker is lost, its missing samples are requested from another worker one by one, or the whole request under the
-same id if nothing was delivered yet. A sample that an exiting worker cut off continues from its tokens. The weight
+Promises: each sample is delivered once, with the tokens that any worker would generate, and the request has exactly one
+end. If a worker is lost, its missing samples are requested from another worker one by one, or the whole request under
+the same id if nothing was delivered yet. A sample that an exiting worker cut off continues from its tokens. The weight
 versions of all tokens differ by at most `max_staleness`. Otherwise the request is restarted, or fails if a part of it
-was already shown. Answers to an ask that is no longer wanted change nothing.
+was already shown. Answers to an ask that is no longer wanted are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupState:
         self.is_over = False
         self.setbacks = Setbacks()
         self._samples = Samples(request, may_repeat, max_staleness)
-        self._asks: list[Ask] = []  # only pieces from the first one are delivered
+        self._asks: list[Ask] = []  # only pieces from the first ask are delivered
         self._to_end: set[int] = set()  # samples that the caller aborted
 
     @property
@@ -49,7 +49,7 @@ class GroupState:
         return self.n - len(self._samples.delivered)
 
     def ask(self) -> Ask:
-        """Return the ask for one more worker: the whole request if nothing of it has arrived, else the missing
+        """Return the ask for one more worker: for the whole request if nothing has arrived yet, else for the missing
         samples.
         """
         delivered, parts = self._samples.delivered, self._samples.parts
@@ -62,14 +62,14 @@ class GroupState:
         return ask
 
     def wants(self, ask: Ask) -> bool:
-        """Return whether answers to the ask are still wanted: it has not ended, and the request has neither ended nor
-        been restarted since.
+        """Return whether answers to the ask are still wanted. They are not if the ask or the request has ended, or if
+        the request was restarted after the ask.
         """
         return ask in self._asks
 
     def end_ask(self, ask: Ask, worker: str, num_looks: int) -> None:
-        """Record that a worker will answer no more to an ask. `worker`: its key. `num_looks`: number of its health
-        checks so far.
+        """Record that a worker will send no more answers to an ask. `worker`: the worker's key. `num_looks`: the number
+        of its health checks so far.
         """
         if ask in self._asks:
             self._asks.remove(ask)
@@ -77,15 +77,15 @@ class GroupState:
         self.setbacks.note(worker, num_looks, ask.refusal)
 
     def abort(self, index: int | None) -> set[int]:
-        """Abort a sample, or all samples with None. Return the samples that this ends."""
+        """Abort the sample `index`, or all samples if it is None. Return the samples that this ends."""
         named = range(self.n) if index is None else {index}
         ending = {i for i in named if i < self.n} - self._samples.delivered.keys() - self._to_end
         self._to_end |= ending
         return ending
 
     def settle(self) -> list[Reply]:
-        """While no worker is asked, end everything that needs no worker: aborted samples, a complete group, and a
-        request that was lost with too many workers.
+        """If no ask is pending, end everything that needs no worker: aborted samples, a complete group, and a request
+        that was lost with too many workers.
         """
         if self.is_over or self._asks:
             return []
@@ -101,8 +101,8 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Return whether the reply was aborted, but not by the caller. The worker may be about to exit. `index`: see
-        `take`.
+        """Return whether the reply is an aborted sample that the caller did not abort. The worker may then be about to
+        exit. `index`: see `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
             return False
@@ -110,7 +110,7 @@ class GroupState:
         return own not in self._to_end and own not in self._samples.delivered
 
     def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
-        """Handle a worker's reply to an ask. `index`: the sample, if it was asked for on its own; None for the whole
+        """Handle a worker's reply to an ask. `index`: the sample, if it was requested on its own; None for the whole
         request. If the ask `is_lost`, an aborted sample is not delivered but continues at another worker.
         """
         if not self.wants(ask):

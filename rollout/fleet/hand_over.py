@@ -1,8 +1,8 @@
 """Hand the weights of a fleet to a joining worker: from the folder of a push by disk, or from another worker.
 
-Owns: the weights that other workers write for a hand-over, in the subfolder `joins` of a folder that all workers reach,
-until they are handed over. Promises: pushes are identified by their ids, so a worker never gets weights of an earlier
-run that are in the same folder.
+Owns: the weights that a worker writes for a hand-over, until the hand-over ends. They are in the subfolder `joins` of a
+folder that all workers can reach. Promises: pushes are identified by their ids, so a worker never gets the weights of
+an earlier run from the same folder.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 class WeightFolder:
     """A folder with pushes by disk, in which workers may also write their weights.
 
-    `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes of adapters
-    alone that have no base in the folder. Their base would have to be an older push, so it will never appear.
+    `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
+    only adapters and have no base in the folder. The base will not appear later, since it would be an older push.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class WeightFolder:
             (self.path / "joins").mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"weights_folder: cannot create or write to the folder ({error}); give another one"
+                f"weights_folder: cannot create or write to the folder ({error}); give another folder"
             ) from None
 
     def find(self, push_id: str) -> Path | None:
@@ -66,7 +66,7 @@ class WeightFolder:
                     return path
             except PushError as error:
                 log.warning("fleet: skipping the push in %s: %s", path, error)
-        raise OtherBaseError(f"adapters: no push in {self.path} has their base weights")
+        raise OtherBaseError(f"adapters: no push in {self.path} has the base weights of these adapters")
 
     def _pushes(self) -> list[Path]:
         """Return the folders of all complete pushes, the newest version first. Raise PushError if the folder cannot be
@@ -95,7 +95,7 @@ class WeightFolder:
 
 @dataclass(frozen=True)
 class _Only:
-    """A membership of one: the member of `fleet` at `address`, while it is a member."""
+    """A membership with a single member: the worker at `address`, while it is a member of `fleet`."""
 
     fleet: Membership
     address: str
@@ -112,11 +112,11 @@ async def hand_over(
     fleet: Membership,
     keys: Keys,
 ) -> bool:
-    """Bring a worker to the weights of the fleet: those of a peer or, without a peer, those of the noted push.
+    """Give a worker the weights of the fleet: the weights of a peer or, without a peer, of the noted push.
 
     `client`: client of the joining worker, a member of `fleet`. `peer`: client of a serving worker, or None. `noted`:
-    the last push; None means the checkpoint. Return whether the worker serves these weights now; False if nothing has
-    them, so the worker has to wait for a push. Raise TruerollError if the hand-over fails.
+    the last push; None means the checkpoint. Return True if the worker serves these weights now. Return False if
+    nothing has them, so that the worker must wait for a push. Raise TruerollError if the hand-over fails.
     """
     joining = _Only(fleet, client.address)
     own = await _weights(client)
@@ -150,13 +150,13 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push a noted push from the folder to the worker. Return False if the folder does not have it, or not its base."""
+    """Push a noted push from the folder to the worker. Return False if the folder lacks the push or its base."""
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
         return False
     try:
         _push(joining, path, folder, keys)
-    except OtherBaseError as error:  # adapters alone, and nothing has their base until the next push
+    except OtherBaseError as error:  # the push has only adapters, and nothing has their base until the next push
         folder.without_base.add(push_id)
         log.warning("fleet: %s cannot be handed over: %s", path, error)
         return False
@@ -164,7 +164,7 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Like `_push_noted`, for a push that a peer can write as well. Errors about the folder are logged, not raised."""
+    """Do the same as `_push_noted`, but log errors about the folder, because a peer can write the weights instead."""
     path = None
     try:
         path = folder.find(push_id)
@@ -174,14 +174,14 @@ def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
     except PushError as error:
         if path is None or path.exists():  # otherwise a newer push has replaced it
             log.warning(
-                "fleet: cannot use the folder of push %s; another worker writes the weights: %s", push_id, error
+                "fleet: cannot use the folder of push %s, so another worker writes the weights: %s", push_id, error
             )
         return False
     return True
 
 
 async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFolder, keys: Keys) -> None:
-    """Let a peer write its weights into a new folder, and push them to the joining worker."""
+    """Let a peer write its weights into a new folder, then push them to the joining worker."""
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
@@ -213,8 +213,8 @@ def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
 
 
 def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
-    """Push a folder to the joining worker. For a push of adapters alone, push their base first if the worker needs it.
-    Call it on a thread: the publisher blocks and imports torch.
+    """Push a folder to the joining worker. If it has only adapters, push their base first if the worker needs it. Call
+    this function on a thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher
 

@@ -1,4 +1,4 @@
-"""An index from beginnings of prompts to the workers that got them, the holders.
+"""An index from the beginnings of prompts to the workers that got them, their holders.
 
 Owns: the most recently used beginnings and their holders. Does not own the contents of the workers' caches.
 """
@@ -14,12 +14,12 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` last used ones are always kept."""
+    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used are always kept."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Beginning to its holders: the latest ones in `_newer`, as many earlier ones in `_older`. Beginnings share
-        # tuples, because one container per beginning would trigger full garbage collections again and again.
+        # The holders of each beginning: the latest beginnings in `_newer`, as many earlier ones in `_older`. Beginnings
+        # share tuples, because a container per beginning would trigger full garbage collections again and again.
         self._newer: dict[int, Holders] = {}
         self._older: dict[int, Holders] = {}
 
@@ -43,9 +43,9 @@ class HolderIndex:
     def add(self, prompt: Sequence[int], holders: list[Holders], known: int, worker: Worker, num_workers: int) -> None:
         """Record that a worker gets a prompt.
 
-        `prompt`: all beginnings of the prompt. `holders`: result of `find`. `known`: number of beginnings that the
+        `prompt`: all beginnings of the prompt. `holders`: the result of `find`. `known`: number of beginnings that the
         worker already holds. `num_workers`: size of the fleet. All beginnings of a prompt are recorded together, so a
-        beginning is never forgotten before a longer one.
+        beginning is never forgotten before a longer beginning of the same prompt.
         """
         room = self.capacity // 2 - len(self._newer)
         if len(prompt) > room and sum(beginning not in self._newer for beginning in prompt) > room:

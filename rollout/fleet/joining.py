@@ -1,8 +1,8 @@
-"""Retries of hand-overs, the attempts to bring a worker to the weights of its fleet.
+"""Retries of hand-overs, which are attempts to give a worker the weights of its fleet.
 
-Owns: the number of failed attempts, the time of the next one, and the decision to give up. Does not own how weights
-travel (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the same weights is
-bounded, and pauses between attempts grow.
+Owns: the number of failed attempts, the time of the next attempt, and the decision to give up. Does not own how weights
+are transferred (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the same
+weights is bounded, and the pauses between them grow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. Causes are the folder, its free space or its content."""
+"""Number of refused attempts after which the fleet gives up. The cause is the folder, its free space or its content."""
 MOST_FAILURES = 20
 """Number of attempts with a transient cause, such as a peer that is lost or asleep, after which the fleet gives up."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class _Failures:
     """The failed attempts since the last reset.
 
-    `num_refusals`: number of refused attempts. `num_passing`: number of attempts with a transient cause. `are_final`:
-    whether a change of the peer's state cannot help. `pause`: seconds between the next attempt and the one after it.
+    `num_refusals`: number of refused attempts. `num_passing`: number of attempts that failed for a transient cause.
+    `are_final`: whether a change of the peer's state cannot help. `pause`: seconds to wait after the next failure.
     `due`: time of the next attempt, in monotonic seconds.
     """
 
@@ -69,8 +69,8 @@ class _Failures:
 class Joining:
     """The attempts for the worker `name` and its replacements.
 
-    `num_failures`: number of failed attempts, of all of these workers. `trouble`: error of the last failed attempt;
-    empty again after a success. `error`: error that ended the attempts; None while they go on.
+    `num_failures`: number of failed attempts for the worker and its replacements. `trouble`: error of the last failed
+    attempt; empty again after a success. `error`: the error that ended the attempts; None while they continue.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,12 +83,12 @@ class Joining:
         self._failures = _Failures()
 
     def retry(self) -> None:
-        """Reset the counts, and make the next attempt at once."""
+        """Reset the counts, so that the next attempt is due at once."""
         self.error, self._failures = None, _Failures()
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
-        """Make an attempt, if one is due. Return `done` if the worker has the weights, `waiting` if nothing has them
-        and the worker must wait for a push, else `failed`.
+        """Make an attempt if it is due. Return `done` if the worker has the weights, `waiting` if nothing has them and
+        the worker must wait for a push, else `failed`.
 
         `target`: identifies the weights and the peer; a new target resets all counts. `state`: state of the peer; a new
         state resets the count of transient causes, but not that of refusals.
@@ -117,9 +117,9 @@ class Joining:
         if self._failures.are_too_many:
             count = self._failures.num_refusals + self._failures.num_passing
             self.error = error.retold(
-                f"{self._name}: could not get the weights of the fleet in {count} attempts: {error}. Correct the cause "
-                "and call scale, or push other weights"
+                f"{self._name}: could not get the weights of the fleet in {count} attempts: {error}. Fix the cause and "
+                "call scale, or push other weights"
             )
             log.error("fleet: %s", self.error)
         else:
-            log.warning("fleet: %s: could not get the weights of the fleet, will try again: %s", self._name, error)
+            log.warning("fleet: %s: could not get the weights of the fleet, trying again: %s", self._name, error)

@@ -1,7 +1,7 @@
-"""Keep a worker running in each slot of a fleet, and bring it to the weights of the others.
+"""Keep a worker running in each slot of a fleet, and give it the weights that the other workers serve.
 
-Owns: no lasting state; the slot has the state of its worker. Promises: a worker that ends, hangs or fails is replaced,
-soon the first time, and after growing pauses if its replacements do not last. A worker serves only once it has the
+Owns: no lasting state; a slot has the state of its worker. Promises: a worker that ends, hangs or fails is replaced:
+the first time soon, later after growing pauses if its replacements do not last. A worker serves only once it has the
 weights that the others serve.
 """
 
@@ -24,14 +24,14 @@ from .slots import Slot, Slots
 LOOK_SECONDS = 0.5
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that ran for this long is replaced after `FIRST_PAUSE`. Otherwise the pause doubles each time."""
+"""A worker that ran for at least this long is replaced after `FIRST_PAUSE`. Otherwise the pause doubles each time."""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Keeps workers of `launcher` in the slots of `slots`, with `weights`."""
+    """Keeps a worker, started by `launcher`, running in each of `slots`. `weights`: the weights of the fleet."""
 
     def __init__(self, slots: Slots, launcher: Launcher, weights: FleetWeights, config: FleetConfig) -> None:
         self._slots = slots
@@ -76,7 +76,7 @@ class Keeper:
         return health
 
     async def _serve(self, slot: Slot) -> None:
-        """Start a worker and serve with it. Raise TruerollError when the worker ends."""
+        """Start a worker and let it serve. Raise TruerollError when it ends."""
         slot.num_starts += 1
         worker = slot.worker = await self._launcher.launch(slot.name)
         health = await self.look(worker)
@@ -89,15 +89,15 @@ class Keeper:
             await asyncio.wait((ended, served), return_when=asyncio.FIRST_COMPLETED)
             if served.done():
                 served.result()
-            raise WorkerLostError(f"worker: {ended.result() if ended.done() else 'it left'}; it will be replaced")
+            raise WorkerLostError(f"worker: {ended.result() if ended.done() else 'has left'}; it will be replaced")
         finally:
             for task in (ended, served):
                 task.cancel()
             await asyncio.gather(ended, served, return_exceptions=True)
 
     def _note(self, slot: Slot, error: Exception, seconds: float) -> None:
-        """Log why a worker ended after `seconds`. If it was the first worker of the slot and a replacement would fail,
-        too, store the error for `scale` to raise.
+        """Log why a worker ended after `seconds`. If it was the first worker of the slot, and a replacement would also
+        fail, store the error for `scale` to raise.
         """
         is_first = slot.num_starts == 1 and slot.member is None
         if isinstance(error, TruerollError):
@@ -124,11 +124,11 @@ class Keeper:
                 self._slots.stand(slot, "joining")
 
     async def _join(self, slot: Slot, worker: RunningWorker) -> None:
-        """Bring a worker to the weights of the others, and let it serve. If no worker has them, wait for a push.
+        """Give a worker the weights of the others, and let it serve. If nothing has these weights, wait for a push.
 
         The worker is marked as serving before its weights are compared once more. So a push that ends later includes
-        the worker, and a push that ended before is noticed here. A worker that is told to leave meanwhile does not
-        join.
+        the worker, and the comparison notices a push that ended before. A worker that is told to leave in the meantime
+        does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -1,7 +1,7 @@
 """Kinds of workers. Workers of one kind give the same bits.
 
-Owns: the kind of the fleet, and the workers of other kinds. The kind of the fleet is that of the first member in the
-list that answers, until no worker of that kind is left. Workers of other kinds get no requests.
+Owns: the kind of the fleet, and the set of workers of other kinds. The kind of the fleet is the kind of the first
+member in the list that answers, until no worker of that kind is left. Workers of other kinds get no requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trueroll.errors import ConfigError
 from .links import Link
 
 KIND = ("architecture", "vocab_size", "backend", "isa", "dtype", "torch_version")
-"""Fields of `Health.engine` that the bits of a sample depend on, in addition to the weights and the request."""
+"""Fields of `Health.engine` that determine the bits of a sample, together with the weights and the request."""
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Forget the kind of the fleet. The next `follow` takes that of the first worker that has answered by then."""
+        """Forget the kind of the fleet. The next `follow` takes the kind of the first worker that has answered."""
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:
-        """Find the workers of another kind than the fleet's. If no worker is of the fleet's kind, it changes."""
+        """Find the workers that are not of the fleet's kind. If no worker is of this kind, the fleet's kind changes."""
         if self._are_mixed:
             return
         kinds = {link: kind for link in links if (kind := _kind(link)) is not None}

@@ -23,10 +23,12 @@ _ENDING: frozenset[State] = frozenset({"draining", "failed"})
 class Link:
     """A worker, its client, and its last health report.
 
-    `health`: the last report; None before the first. `is_silent`: the worker did not answer the last time. `is_gone`:
-    the worker is no longer a member, and its client is closed. `is_refusing`: the worker refused a request because of
-    its state, and has not reported since that it is ready. `num_looks`: number of answered health checks.
-    `has_refused`: since the last health check the worker has refused a request although its state permits requests.
+    - `health`: the last report; None before the first
+    - `is_silent`: the worker did not answer the last health check or request
+    - `is_gone`: the worker is no longer a member, and its client is closed
+    - `is_refusing`: the worker refused a request because of its state, and has not reported since that it is ready
+    - `num_looks`: number of answered health checks
+    - `has_refused`: since the last health check the worker has refused a request although its state permits requests
     """
 
     member: Member
@@ -40,7 +42,7 @@ class Link:
 
     @property
     def key(self) -> str:
-        """Identifies the worker's process among all processes that this member has had."""
+        """Identifier of the worker's process among all processes that have been in the fleet."""
         return self.member.key
 
     @property
@@ -61,7 +63,7 @@ class Link:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the worker is gone or about to exit. A sample that it aborts was then not aborted by a caller."""
+        """Whether the worker is gone or about to exit. Then it may abort samples that no caller has aborted."""
         return self.is_gone or self.is_silent or (self.health is not None and self.health.state in _ENDING)
 
     @property
@@ -95,7 +97,7 @@ class Links:
         return iter([*self._links.values()])
 
     def follow(self) -> tuple[list[Link], bool]:
-        """Sync with the membership. Return newly joined workers, which the caller must health-check, and whether
+        """Sync with the membership. Return the newly joined workers, which the caller must health-check, and whether
         anything else has changed.
         """
         members = {member.name: member for member in self._membership.members()}

@@ -1,4 +1,4 @@
-"""The load of each worker of a fleet, and its measured speed.
+"""The load and the measured speed of each worker of a fleet.
 
 Owns: the workers that groups are placed on, their loads and speeds, and the sums over all workers. Does not own the
 choice of a worker for a group (`Placement`).
@@ -13,9 +13,9 @@ import numpy as np
 import xxhash
 
 _MEMORY = 1 - 1 / 64
-"""Decay of older measurements with each new one, so that about the last 64 groups count."""
+"""Factor by which each new measurement scales down the older ones, so that about the last 64 groups count."""
 _PRIOR = 8.0
-"""Number of imaginary groups at the fleet's speed that are added to a worker's measurements."""
+"""Number of imaginary groups at the fleet's speed that are added to each worker's measurements."""
 _SLOWEST, _FASTEST = 0.05, 20.0
 _FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd: the high bits of a product with it depend on all bits of a key
 
@@ -24,10 +24,13 @@ _FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd: the high bits of a product with 
 class Worker:
     """A worker on which groups are placed.
 
-    `position`: index among all workers; -1 if the worker is gone or new. `load`: total cost of the `count` groups in
-    flight. `done`, `busy`: cost of the finished groups, and seconds with groups in flight, both with decay. `since`:
-    the time up to which `busy` is counted. `speed`: relative to the fleet's speed. `pressure`: load divided by speed.
-    `alone`: a tuple of only this worker.
+    - `position`: index among all workers; -1 if the worker is new or gone
+    - `load`: total cost of the `count` groups in flight
+    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight, both with decay
+    - `since`: the time up to which `busy` is counted
+    - `speed`: speed relative to the fleet's speed
+    - `pressure`: load divided by speed
+    - `alone`: a tuple of only this worker
     """
 
     name: str
@@ -60,7 +63,7 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` with each worker, uint64 [num_workers]. The array is reused by the next call."""
+        """Return a hash of `key` with each worker, uint64 [num_workers]. The next call overwrites the array."""
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
@@ -71,7 +74,7 @@ class Rows:
 
 
 class Loads:
-    """The loads of all workers. `workers`: by name. `rows`: the result of the last call of `gather`."""
+    """The loads of all workers. `workers`: the workers by name. `rows`: the result of the last call of `gather`."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}

@@ -1,6 +1,7 @@
 """Metrics of a whole fleet in one scrape: the metrics of each worker, with the label `worker`, and the fleet's own.
 
-docs/operations.md describes a worker's metrics, and docs/fleet.md the fleet's own. A test compares them with the docs.
+docs/operations.md describes a worker's metrics, and docs/fleet.md describes the fleet's own. A test compares both pages
+with the code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WorkerReport:
 
 
 class FleetMetrics:
-    """A collector of metrics. `reports`: returns the current report of each worker by its name."""
+    """A collector of metrics. `reports`: function that returns the current report of each worker by its name."""
 
     def __init__(self, reports: Callable[[], Mapping[str, WorkerReport]]) -> None:
         self._reports = reports

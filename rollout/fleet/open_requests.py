@@ -1,4 +1,4 @@
-"""The requests of a fleet's client in flight, and the watch for stragglers among them.
+"""The in-flight requests of a fleet's client, and the watch for stragglers among them.
 
 Owns: the ids in use, and the task that sends stragglers to a second worker. Does not own how a request ends
 (`FleetRequest`).
@@ -19,8 +19,8 @@ WATCH_SECONDS = 0.25
 
 
 class OpenRequests:
-    """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than others,
-    is sent to a second worker as well; None disables that. `num_asked_twice`: number of such requests.
+    """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than other
+    requests, is sent to a second worker as well; None disables that. `num_asked_twice`: number of such requests.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -39,14 +39,14 @@ class OpenRequests:
         return self._requests.get(id)
 
     def check(self, ids: Collection[str]) -> None:
-        """Raise InvalidRequestError if one of these ids is in use or is given twice."""
+        """Raise InvalidRequestError for an id that is given twice or already in use."""
         for id, count in Counter(ids).items():
             if count > 1 or id in self._requests:
-                text = f"request_ids: {id!r} comes twice or is in use; use an id for one request at a time"
+                text = f"request_ids: {id!r} is given twice or already in use; use an id for one request at a time"
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
-        """Run a request in a task, which is returned. The request counts as in flight until `end`."""
+        """Run a request in a task, and return the task. The request counts as in flight until `end`."""
         if self._watch is None and self._straggler_seconds is not None:
             self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
         self._requests[id] = request

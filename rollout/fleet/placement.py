@@ -8,23 +8,23 @@
 
 A holder of a beginning is a worker that got a prompt with this beginning. All samples of a group go to one worker, a
 holder of the longest known beginning of its prompt. So prompts with a common beginning, and later turns of a
-conversation, find their prefix in the worker's cache. If no beginning of the prompt is known, the two workers that rank
-highest for it by rendezvous hashing (Thaler, Ravishankar 1998) are the candidates, and the less loaded one gets the
-group. Thus clients that do not know of each other choose between the same two workers, and a worker that joins or
+conversation, find their prefix in the worker's cache. If no beginning of the prompt is known, the candidates are the
+two workers that rank highest for the prompt by rendezvous hashing (Thaler, Ravishankar 1998), and the less loaded
+candidate gets the group. Thus independent clients choose between the same two workers, and a worker that joins or
 leaves does not change the order of the others. The same rule applies to a beginning that more than half the fleet
 holds, because it favors no particular worker.
 
-A worker is full, and gets no more, while its load is at least `1 + SLACK` times its share of the total load (Mirrokni,
-Thorup, Zadimoghaddam 2018), unless all other workers must be avoided. Shares are proportional to the measured speeds of
-the workers. If all holders of the longest known beginning are full, holders of shorter beginnings are tried, and then
-workers by rank. So a popular beginning spreads over as many workers as its load needs. Among several holders of a
-beginning, only a few are compared, and the least loaded one gets the group (the power of two choices: Mitzenmacher
-2001).
+A worker is full, and gets no more groups, while its load is at least `1 + SLACK` times its share of the total load
+(Mirrokni, Thorup, Zadimoghaddam 2018), unless all other workers must be avoided. Shares are proportional to the
+measured speeds of the workers. If all holders of the longest known beginning are full, holders of shorter beginnings
+are tried, and then workers by rank. So a popular beginning spreads over as many workers as its load needs. If a
+beginning has several holders, only a few of them are compared, and the least loaded gets the group (the power of two
+choices: Mitzenmacher 2001).
 
 Promises: placement changes no bit of any sample. The same calls give the same placements in any process. A removed
-worker gets nothing. A worker is always chosen unless all must be avoided. The cost of placing a group does not depend
-on the number of groups in flight, and the index holds at most `capacity` beginnings. The cost of adding or removing a
-worker grows with the number of workers, and the cost of removing one also with the number of known beginnings.
+worker gets no groups. A worker is always chosen unless all must be avoided. The cost of placing a group does not depend
+on the number of groups in flight, and the index has at most `capacity` beginnings. The cost of adding or removing a
+worker grows with the number of workers. The cost of removing a worker also grows with the number of known beginnings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .loads import Loads, Worker
 SLACK = 0.25
 """Fraction by which the load of a worker may exceed its share when the worker gets a group."""
 PIECE = 64
-"""Number of tokens of the first pieces. Prompts are compared piece by piece."""
+"""Number of tokens in each of the first pieces. Prompts are compared piece by piece."""
 _PIECES_OF_A_SIZE = 16
 _LONGEST_PROMPT = 2**31
 _CHOICES = 4
@@ -65,11 +65,12 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each beginning of a prompt that ends with a whole piece, shortest first; at least one.
+    """Return a 64-bit hash of each beginning of a prompt that ends with a whole piece, shortest first.
 
-    The first 16 pieces have `PIECE` tokens. After every 16 pieces the size doubles, so even long prompts have few
-    pieces. A prompt shorter than one piece counts as a piece. `prompt_token_ids`: int32 [prompt_len]. Prompts with
-    different salts have no beginning in common. Pieces are equal only if the content of `spans` in them is equal, too.
+    The first 16 pieces have `PIECE` tokens each. After every 16 pieces the size doubles, so that even long prompts have
+    few pieces. A prompt shorter than one piece counts as a piece, so there is at least one hash. `prompt_token_ids`:
+    int32 [prompt_len]. Prompts with different salts have no beginning in common. Pieces are equal only if the content
+    of `spans` in them is equal, too.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
@@ -99,9 +100,11 @@ class Placed:
 class Placement:
     """Places groups on the workers of a fleet. There are no workers at first.
 
-    `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used ones are always
-    kept. Choose about the number of pieces that the caches of all workers hold. `free_load`: a worker with less load
-    than this is never full, even if the others are idle. Choose about the load that a worker computes in parallel.
+    - `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used are always
+      kept. A good value is the number of pieces that fit into the caches of all workers.
+    - `free_load`: a worker with less load than this is never full, even if the others are idle. A good value is the
+      load that a worker computes in parallel.
+
     Times are in seconds of any monotonic clock.
     """
 
@@ -120,7 +123,7 @@ class Placement:
         return self._loads.workers[worker].load
 
     def speed(self, worker: str) -> float:
-        """Return the speed of a worker relative to the fleet; 1 until something is measured."""
+        """Return the speed of a worker relative to the fleet; 1 before the first measurement."""
         return self._loads.workers[worker].speed
 
     def add(self, worker: str) -> None:
@@ -132,7 +135,7 @@ class Placement:
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
-        """Forget all beginnings, as after a push of weights."""
+        """Forget all beginnings. Call it after a push of weights."""
         self._index.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:
@@ -159,29 +162,30 @@ class Placement:
         self._loads.end(placed._worker, placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Take a group off its worker's load that was not finished but aborted, refused or lost."""
+        """Take a group that was aborted, refused or lost off its worker's load."""
         self._loads.end(placed._worker, placed.cost)
 
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """Return a holder of the longest possible beginning that is not full, and how many beginnings of the prompt it
-        holds; None and 0 if there is no such worker. Beginnings that more than half the fleet holds do not count.
+        """Return a worker that is not full and holds the longest possible beginning, and how many beginnings of the
+        prompt it holds; None and 0 if there is no such worker. Beginnings that more than half the fleet holds do not
+        count.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):
             count = len(holders[known - 1])
             if 2 * count > len(self._loads.rows.workers):
                 break
-            if count > looked_at:  # otherwise these are the same holders as before
+            if count > looked_at:  # otherwise the holders are the same as before
                 looked_at = count
                 if worker := self._least_loaded(holders[known - 1], start, limit, avoid):
                     return worker, known
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure among a few holders, beginning at position `start`; None if all of
-        them are full or to be avoided.
+        """Return the worker with the least pressure among a few holders from position `start` on; None if all of them
+        are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):
@@ -191,8 +195,8 @@ class Placement:
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the less loaded of the two workers that rank highest for a key, among the workers that are not full.
-        If the highest ranks are all full, return the least loaded worker of all.
+        """Return the less loaded of the two workers that rank highest for a key and are not full. If the highest-ranked
+        workers are all full, return the least loaded worker of the fleet.
         """
         rows = self._loads.rows
         if not rows.workers:

@@ -1,7 +1,8 @@
 """Control access to Ray: the folder, the token and the ports of a local cluster; the token of any other cluster.
 
-Owns: the folder of a local cluster. Promises: everything that Ray writes for a local cluster lies in a folder of mode
-0700; its ports listen on loopback only, and each of them asks for a token, which lies in that folder with mode 0600.
+Owns: the folder of a local cluster. Promises: all files that Ray writes for a local cluster are in a folder of mode
+0700. Its ports listen on loopback only, and each port asks for a token. The token is in a file of mode 0600 in that
+folder.
 """
 
 from __future__ import annotations
@@ -23,16 +24,14 @@ from typing import Any
 from trueroll.errors import ConfigError
 
 ASK_SECONDS = 60.0
-"""Timeout of the child process that asks a cluster for its status. Its import of Ray takes seconds on a busy
-machine.
-"""
+"""Timeout of the child process that asks a cluster for its status. Importing Ray takes seconds on a busy machine."""
 _ELSEWHERE = ("192.0.2.1", 9)
-"""An address that no machine has, as it is reserved for documentation (RFC 5737)."""
+"""An address that no machine has, because it is reserved for documentation (RFC 5737)."""
 _SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 MOST_SOCKET_BYTES = 107
 """Maximum length of a socket's path on Linux."""
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Makes Ray start local clusters on loopback, and stops it from replacing 127.0.0.1 by the IP of the machine."""
+"""Environment variables that make Ray start local clusters on loopback instead of on the IP of the machine."""
 _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -63,13 +62,13 @@ class LocalAccess:
         """Context manager that sets the environment for `ray.init` and for the Ray processes that it starts.
 
         Ray gives a local cluster the IP of the machine, whatever `_node_ip_address` says. If clusters of several
-        machines are switched off, Ray uses 127.0.0.1 instead and binds its ports to that. The port of the autoscaler's
-        metrics asks for no token, so it gets a number that cannot be opened.
+        machines are disabled, Ray uses 127.0.0.1 instead and binds its ports to it. The port of the autoscaler's
+        metrics asks for no token, so it gets a port number that cannot be opened.
         """
         from ray._private import ray_constants
 
         if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER"):
-            raise ConfigError("ray: the installed version cannot be kept on loopback; install 'trueroll[ray]'")
+            raise ConfigError("ray: the installed version cannot be restricted to loopback; install 'trueroll[ray]'")
         variables = {**self.variables, "AUTOSCALER_METRIC_PORT": "-1"}
         before = {name: os.environ.get(name) for name in {*variables, *_TOKEN_VARIABLES}}
         was_enabled = ray_constants.ENABLE_RAY_CLUSTER
@@ -85,7 +84,7 @@ class LocalAccess:
                 _set_variable(name, value)
 
     def keep_folder(self) -> None:
-        """Never remove the folder, because of the logs in it."""
+        """Never remove the folder, so that the logs in it can be read."""
         self._removal.detach()
 
     def remove_folder(self) -> None:
@@ -110,7 +109,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def read_token_again() -> None:
-    """Make Ray read its token, and whether it uses one, from the environment again."""
+    """Make Ray read from the environment again what its token is and whether it uses one."""
     from ray import _raylet
 
     raylet: Any = _raylet  # compiled, without types
@@ -126,8 +125,9 @@ def is_loopback(ip: str) -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the cluster at `address`, or the one that `auto` finds, refuses a process without a token. A child
-    process tries it. Raise ConfigError if there is no clear answer, for example because no cluster is there.
+    """Return whether the cluster at `address` refuses a process without a token, which a child process tries. With
+    `auto`, try the cluster that Ray finds. Raise ConfigError if there is no clear answer, for example because there is
+    no cluster.
     """
     where = [] if address == "auto" else ["--address", address]
     environment = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
@@ -136,7 +136,9 @@ def asks_for_token(address: str) -> bool:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"ray: the cluster at {address} did not answer within {ASK_SECONDS} s; start it") from None
+        raise ConfigError(
+            f"ray: the cluster at {address} did not answer within {ASK_SECONDS} s; check that it is running"
+        ) from None
     if done.returncode == 0:
         return False
     if "AuthenticationError" in done.stderr:
@@ -146,8 +148,8 @@ def asks_for_token(address: str) -> bool:
 
 
 def reachable_ip(node_ip: str) -> str:
-    """Return the IP by which other machines reach this one. `node_ip`: the IP by which Ray knows this node. If that is
-    a loopback IP, return the IP of the interface with the default route, or `node_ip` if there is no route.
+    """Return the IP at which other machines can reach this machine: `node_ip`, the IP that Ray has for this node. If
+    that is a loopback IP, return the IP of the interface with the default route, or `node_ip` if there is no route.
     """
     if not is_loopback(node_ip):
         return node_ip

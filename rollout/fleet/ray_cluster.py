@@ -1,8 +1,8 @@
 """The use of Ray: a cluster to run on, and one actor per worker, which runs the worker's process.
 
-Owns: the connection to the cluster, and the cluster itself if this process started it. Ray carries only a worker's
-settings, its address, its process ids, and how it failed or ended. A worker ends when its actor ends, however that
-happens, because the worker reads from a pipe of the actor. A cluster that asks for no token is joined only if the
+Owns: the connection to the cluster, and the cluster itself if this process started it. Only a worker's settings, its
+address, its process ids and its error or exit go through Ray. A worker ends when its actor ends, even if the actor was
+killed, because the worker reads from a pipe of the actor. A cluster that asks for no token is joined only if the
 settings permit it.
 """
 
@@ -38,10 +38,10 @@ _RAYLET = "RAY_RAYLET_PID"
 def _outliving_its_raylet() -> Iterator[None]:
     """Context manager for the import of Ray. It keeps Ray from ending this process together with its raylet.
 
-    During its import, Ray reads from an environment variable which process this one must follow; for Ray's own worker
-    processes that is the raylet. If the variable is unset and process 1 is the parent, Ray takes the process for an
-    orphan and ends it with its raylet. This would hit a fleet that a service manager has started. So the variable is
-    set to this process's own id.
+    When it is imported, Ray reads from an environment variable which process this process must end with; for Ray's own
+    worker processes that is the raylet. If the variable is unset and the parent is process 1, Ray takes the process for
+    an orphan and ends it with its raylet. That would happen to a fleet that a service manager has started. So the
+    variable is set to this process's own id.
     """
     if _RAYLET in os.environ:
         yield
@@ -58,13 +58,13 @@ with _outliving_its_raylet():
     from ray.exceptions import RayError
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""The minimum that Ray accepts. Nothing passes through Ray's object store."""
+"""Size of the object store: the minimum that Ray accepts, because nothing goes through it."""
 LOCAL_CPUS = 1024
 """Number of CPUs that a local cluster claims to have, so that Ray does not limit the number of workers."""
 STARTS = 4
-"""Maximum number of attempts to start a local cluster. Ray limits each to 30 seconds, too few on a busy machine."""
+"""Maximum number of attempts to start a local cluster. Ray gives each only 30 s, too little on a busy machine."""
 END_SECONDS = 10.0
-"""How long to wait for killed processes. A process that waits for a device may end later."""
+"""Time to wait for killed processes to end. A process that waits for a device may take longer."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Cluster:
         self._is_closed = False
         self._is_reconnecting = False
         self._lock = threading.Lock()
-        # The kernel ends Ray's processes when the thread that started them ends, so Ray is started on a lasting thread.
-        # The main thread also lasts, and Ray can install its handler for SIGTERM there only.
+        # The kernel ends Ray's processes when the thread that started them ends, so Ray is started on a thread that
+        # lasts. A call on the main thread starts Ray there, since only there can Ray install its handler for SIGTERM.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
@@ -116,7 +116,7 @@ class Cluster:
     def _check_authentication(self, address: str) -> None:
         if asks_for_token(address):
             return
-        risk = f"the Ray cluster at {address} asks for no token: anyone that reaches its ports can run any code in it"
+        risk = f"the Ray cluster at {address} asks for no token: anyone with access to its ports can run code in it"
         if not self._without_authentication:
             raise ConfigError(
                 f"fleet: {risk}; start it with RAY_AUTH_MODE=token, or set ray_without_authentication=True"
@@ -126,7 +126,7 @@ class Cluster:
     def _start_local(self) -> None:
         global _local
         fields: dict[str, Any] = dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
-        # By default Ray's processes, and so the workers, have a low priority.
+        # By default Ray gives its processes, and so the workers, a low priority.
         fields |= dict(object_store_memory=OBJECT_STORE_BYTES, _system_config=dict(worker_niceness=0))
         before = _children_of_ray()
         access = LocalAccess()
@@ -139,7 +139,7 @@ class Cluster:
                 raise
             except Exception as error:  # Ray has no specific exception for a node that does not start in 30 seconds
                 _shut_down()
-                _end(_children_of_ray() - before)  # Ray leaves them behind if its node did not start
+                _end(_children_of_ray() - before)  # Ray leaves these processes behind if its node did not start
                 if "Unknown keyword argument" in str(error):  # raised by `ray.init`, which checks its keywords itself
                     raise ConfigError(untested("ray", f"ray.init refuses an argument ({error})")) from None
                 if attempt == STARTS - 1:
@@ -160,7 +160,7 @@ class Cluster:
 
     @property
     def local(self) -> LocalAccess | None:
-        """Access to the local cluster that this process has started; None if it uses another one."""
+        """Access to the local cluster that this process has started; None if it uses another cluster."""
         return _local
 
     def _call_init(self, **fields: Any) -> None:
@@ -193,7 +193,9 @@ class Cluster:
             return False
 
     async def reconnect(self) -> None:
-        """Join the cluster again after the node was lost, or start another one. Raise ConfigError if that fails."""
+        """Join the cluster again after the node was lost, or start another local cluster. Raise ConfigError if that
+        fails.
+        """
         self._is_reconnecting = True
         await asyncio.to_thread(self._reconnect)
         self._is_reconnecting = False
@@ -207,7 +209,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end it if it is local. If other code in this process joined it, keep it."""
+        """Leave the cluster, or end it if it is local. Stay in a cluster that other code in this process has joined."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -217,8 +219,8 @@ class Cluster:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and outside the
-    main thread Python cannot change it back.
+    """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and Python can
+    change signal handlers only in the main thread.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction; Python does not know its size
     libc.sigaction(signal.SIGTERM, None, action)
@@ -234,7 +236,7 @@ def _shut_down() -> None:
     started = [process for child in _children_of_ray() for process in (child, *_children(child))] if _local else []
     with _keeping_sigterm():
         ray.shutdown()
-    _end(started)  # otherwise some of them would still write into the folder
+    _end(started)  # otherwise some processes would still write into the folder
     read_token_again()
     if _local is not None:
         _local.remove_folder()
@@ -289,8 +291,8 @@ class WorkerActor:
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
-        """Start the worker and return its address. Without keys, that is an ipc address at `socket`. Wait as long as
-        the cluster has no room. Raise the worker's error if it cannot run, and WorkerLostError if the actor dies.
+        """Start the worker and return its address, which is an ipc address at `socket` if there are no keys. Wait until
+        the cluster has room. Raise the worker's error if it cannot run, and WorkerLostError if the actor dies.
         """
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
@@ -306,7 +308,7 @@ class WorkerActor:
             return str(error)
 
     async def pids(self) -> tuple[int, int]:
-        """Return the process ids of the actor and of the worker."""
+        """Return the process ids of the actor and the worker."""
         return await self._ask("pids")
 
     async def stop(self, seconds: float) -> None:
@@ -317,7 +319,7 @@ class WorkerActor:
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once. Its worker notices that and ends, too."""
+        """End the actor at once. Its worker notices this and ends, too."""
         if self._cluster.is_there:
             with suppress(RayError, RuntimeError, ValueError):
                 ray.kill(self._actor, no_restart=True)
@@ -366,8 +368,8 @@ class _Runner:
 
 def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
     """Return the settings of a worker with an address that its clients can reach: on this machine's IP if there are
-    keys, else at `socket`. `socket`: None on other machines than the fleet's. Raise ConfigError if there are neither
-    keys nor a socket.
+    keys, else at `socket`. `socket`: None if this is not the machine of the fleet's process. Raise ConfigError if there
+    are neither keys nor a socket.
     """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}

@@ -1,10 +1,10 @@
-"""One request of a fleet's client: the attempts to have it answered by workers, from its start to its end.
+"""One request of a fleet's client, from its start to its end, with its attempts at one or more workers.
 
-Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own which samples
-have arrived, nor what is asked for next (`GroupState`), nor the workers (`WorkerPool`).
+Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own the samples
+that have arrived, nor the content of the next ask (`GroupState`), nor the workers (`WorkerPool`).
 
-Promises: the request has exactly one end, whatever happens to its workers. If a worker's answers are no longer wanted,
-the worker's request is abandoned.
+Promises: the request has exactly one end, whatever happens to its workers. If the answers of a worker are no longer
+wanted, the request is given up at this worker.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from .samples import Reply
 from .worker_pool import WorkerPool
 
 SLOWNESS = 3.0
-"""A request is a straggler if it takes this many times as long for its size as the slowest recently finished
-request.
-"""
+"""A request is a straggler if it takes this many times as long, relative to its size, as the slowest recent request."""
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """An ask to one worker. `since`: when it was sent, in monotonic seconds. `is_last`: whether the request ended with
-    an answer to this ask.
+    """An ask to one worker. `since`: the time at which it was sent, in monotonic seconds. `is_last`: whether an answer
+    to this ask ended the request.
     """
 
     ask: Ask
@@ -46,16 +44,16 @@ class _Attempt:
     is_last: bool = False
 
     async def abort(self, indices: set[int], n: int) -> None:
-        """Make the worker abort the samples `indices` of `n`. Ignore errors: `GroupState` ends samples of lost
-        workers.
+        """Make the worker abort the samples `indices` of `n`. Errors are ignored, because `GroupState` ends the samples
+        of lost workers.
         """
         with suppress(TruerollError):
             for id, index in self.ask.targets(indices, n):
                 await self.link.client.abort(id, index, missing_ok=True)
 
     def release(self, dispatch: Dispatch) -> None:
-        """Take the request off the worker's load. `is_last` decides whether the worker has finished it; the outcome of
-        the task does not, because the task may be cancelled before.
+        """Take the request off the worker's load. It counts as finished by this worker if `is_last` is set. The task's
+        outcome does not matter, because the task may have been cancelled earlier.
         """
         if self.is_last:
             dispatch.finish(self.placed, time.monotonic() - self.since)
@@ -66,10 +64,11 @@ class _Attempt:
 class FleetRequest:
     """A request and its attempts.
 
-    `deliver`: called with pieces and samples as they arrive, and then with one end: Done, Scores or an error.
-    `may_repeat`: whether a sample may be delivered again; the later one replaces the earlier one. `max_staleness`:
-    maximum difference between the weight versions of tokens. `patience`: seconds to wait for a worker if there is none,
-    if all refuse requests because of their state, or if this request was lost with a worker and all others are full.
+    - `deliver`: called with pieces and samples as they arrive, and then with one end: Done, Scores or an error
+    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
+    - `max_staleness`: maximum difference between the weight versions of tokens
+    - `patience`: seconds to wait for a worker if there is none, if all refuse requests because of their state, or if
+      this request was lost with a worker and all others are full
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class FleetRequest:
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
         self._patience_ends: float | None = None
-        """While no worker has accepted the request: the end of the wait for one, in monotonic seconds."""
+        """End of the wait for a worker, in monotonic seconds, while no worker has accepted the request."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
@@ -105,14 +104,14 @@ class FleetRequest:
                     self._end_attempt(task)
         except TruerollError as error:
             self.finish(error)
-        except Exception as error:  # a bug in this program; without an end the caller would wait forever
+        except Exception as error:  # a bug in trueroll; without an end the caller would wait forever
             self.finish(WorkerLostError(f"fleet: internal error in the client: {type(error).__name__}: {error}"))
             raise
         finally:
             await self._give_up()
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
-        """If the request is a straggler and another worker is eligible, ask that one for the missing samples as well.
+        """If the request is a straggler and another worker is eligible, also ask this worker for the missing samples.
         Return whether it was asked. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
@@ -128,8 +127,8 @@ class FleetRequest:
         return found is not None
 
     async def abort(self, index: int | None) -> int:
-        """End one sample, or all samples with None, with the tokens that have arrived. Return the number of samples
-        that this ended.
+        """End the sample `index`, or all samples if it is None, with the tokens that have arrived. Return the number of
+        samples that this ended.
         """
         ending, attempts = self._state.abort(index), list(self._attempts.values())
         self._put(self._state.settle())
@@ -153,7 +152,7 @@ class FleetRequest:
 
     async def _place(self) -> tuple[Link, Placed]:
         """Choose a worker, and wait for one if necessary. Raise TruerollError if all workers refuse the request, or if
-        patience ends.
+        the wait exceeds `patience`.
         """
         setbacks = self._state.setbacks
         if error := setbacks.final(self._looks()):
@@ -167,7 +166,7 @@ class FleetRequest:
             raise setbacks.first_refusal or error from None
 
     def _avoided(self) -> set[str]:
-        """Return the keys of the workers not to be asked now."""
+        """Return the keys of the workers that must not be asked now."""
         is_late = self._patience_ends is not None and time.monotonic() >= self._patience_ends
         return self._state.setbacks.avoided(self._looks(), is_late)
 
@@ -189,7 +188,7 @@ class FleetRequest:
                     return
 
     async def _take(self, attempt: _Attempt, index: int | None, reply: Reply) -> None:
-        """Handle a reply. `index`: the sample, if it was asked for on its own; None for the whole request."""
+        """Handle a reply. `index`: the sample, if it was requested on its own; None for the whole request."""
         ask, link = attempt.ask, attempt.link
         if isinstance(reply, TruerollError):
             if link.is_gone:
@@ -224,7 +223,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Cancel all attempts, which abandons their requests at the workers."""
+        """Cancel all attempts, which gives up their requests at the workers."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
@@ -234,7 +233,7 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """Return the end of a group. If `max_tokens` is None, replace it by the number that workers use in that case."""
+    """Return the end of a group. If `max_tokens` is None, replace it with the number that workers use in that case."""
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:
         return done

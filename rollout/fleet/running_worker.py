@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0
 """A worker that does not answer for this long is replaced. A healthy worker answers even while it computes. The client
-measures the time, and does not count periods in which this process was stopped.
+measures the time, without the periods in which this process was stopped.
 """
 STOP_SECONDS = 15.0
 
@@ -83,7 +83,7 @@ class RunningWorker:
 
 
 class Launcher:
-    """Starts workers on `cluster`. `settings`: settings of each worker and its engine. `folder`: folder for sockets."""
+    """Starts workers on `cluster`. `settings`: settings of each worker and engine. `folder`: folder for sockets."""
 
     def __init__(self, cluster: Cluster, config: FleetConfig, settings: Mapping[str, Any], folder: Path) -> None:
         self._cluster = cluster

@@ -1,7 +1,7 @@
-"""The samples of one request: which were delivered, parts of the others, and the pieces that were shown to the caller.
+"""The samples of one request: delivered samples, parts of other samples, and the pieces that were shown to the caller.
 
-Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or start again at 0, and join to the
-sample. All accepted weight versions differ by at most `max_staleness`.
+Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or start again at token 0, and together
+equal the sample. All accepted weight versions differ by at most `max_staleness`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 class Samples:
     """The samples of one request.
 
-    `may_repeat`: whether a sample may be delivered again; the later one replaces the earlier one. `max_staleness`:
-    maximum difference between the weight versions of tokens. `delivered`: finish reasons of the delivered samples, by
-    index. `parts`: partial samples that a worker cut off, by index.
+    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
+    - `max_staleness`: maximum difference between the weight versions of tokens
+    - `delivered`: finish reasons of the delivered samples, by index
+    - `parts`: partial samples that a worker cut off, by index
     """
 
     def __init__(self, request: Request, may_repeat: bool, max_staleness: int) -> None:
@@ -36,8 +37,8 @@ class Samples:
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample: the ask that the shown tokens came from, and their number. The ask is None if the tokens are those
-        # of the sample's part or of the whole sample.
+        # By sample index: the ask that the shown tokens came from, and their number. The ask is None if the tokens came
+        # from the sample's part or from the whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
@@ -52,14 +53,14 @@ class Samples:
         return True
 
     def begin_anew(self) -> None:
-        """Drop all samples, to restart the request. Raise StaleWeightsError if the caller has already got a part,
-        unless `may_repeat`.
+        """Drop all samples, to restart the request. Raise StaleWeightsError if the caller has already got a part of
+        them, unless `may_repeat` is set.
         """
         if not self._may_repeat and (self.delivered or self._shown):
             raise StaleWeightsError(
-                f"request {self._request.id!r}: a push has changed the weights by more than max_staleness = "
-                f"{self._max_staleness} versions after a part was returned; raise max_staleness, or use `generate`, "
-                "which restarts such requests",
+                f"request {self._request.id!r}: after a part was returned, a push changed the weights by more than "
+                f"max_staleness = {self._max_staleness} versions; raise max_staleness, or use `generate`, which "
+                "restarts such requests",
                 limit=self._max_staleness,
             )
         self.delivered.clear()
@@ -68,8 +69,8 @@ class Samples:
         self._shown.clear()
 
     def show(self, ask: Ask, piece: SampleDelta) -> list[Reply]:
-        """Return the replies that deliver a piece of a sample. `ask`: the ask that the piece came from. Drop the piece
-        if an earlier one was not shown.
+        """Return the replies that deliver a piece of a sample; none if an earlier piece was not shown. `ask`: the ask
+        that the piece came from.
         """
         own, start = piece.index, piece.start
         if own in ask.prior:
@@ -81,8 +82,8 @@ class Samples:
         return [replace(piece, start=start)]
 
     def cut(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Keep a partial sample, so that another worker can continue it. Return the piece that shows it, if needed.
-        `ask`: None if pieces of its ask are not shown.
+        """Keep a partial sample, so that another worker can continue it. Return the piece that shows its tokens, if
+        they were not shown yet. `ask`: None if pieces of its ask are not shown.
         """
         self.parts[sample.index] = protocol.sample_output(sample)
         return [] if ask is None else self._show_whole(ask, sample)

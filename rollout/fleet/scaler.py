@@ -1,8 +1,8 @@
 """Change the number of workers of a fleet, and replace all of them when the Ray cluster is lost.
 
-Owns: one task per slot, which keeps a worker running in it, from the call of `scale` that adds the slot to the call
-that dismisses it. Promises: a leaving worker may finish its requests. A lost cluster is joined or started again, and
-then all workers are started again.
+Owns: one task per slot, which keeps a worker running in the slot, from the call of `scale` that adds the slot to the
+call that dismisses it. Promises: a leaving worker may finish its requests. A lost cluster is joined or started again,
+and then all workers are started again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .ray_cluster import Cluster
 
 SETTLE_SECONDS = 0.5
-"""Time for clients to learn which workers leave."""
+"""Time that clients have to notice which workers leave."""
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class Scaler:
             await asyncio.sleep(0.05)
 
     async def watch_cluster(self) -> None:
-        """Check the cluster until cancelled. When it is lost, and all workers with it, join or start it again."""
+        """Check the cluster until cancelled. If it is lost with all its workers, join or start it again."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if await asyncio.to_thread(self._cluster.is_alive):
                 continue
-            log.warning("fleet: the cluster was lost; all workers are replaced")
+            log.warning("fleet: the cluster was lost; replacing all workers")
             self._has_cluster.clear()
             lost = dict(self._tasks)
             for task in lost.values():
@@ -99,8 +99,8 @@ class Scaler:
             return
         if any(slot.waits_since == self._slots.num_scales for slot in self._slots):
             raise IllegalStateError(
-                f"scale: all workers were lost, and nothing has their weights (version {noted.version}); push them "
-                "again with publisher.restore(model) or push_folder, or push newer ones: then waiting workers serve"
+                f"scale: all workers were lost, and nothing has their weights (version {noted.version}); push these "
+                "weights again with publisher.restore(model) or push_folder, or push newer weights"
             )
 
     async def _check_awake(self) -> None:
@@ -108,7 +108,7 @@ class Scaler:
         await asyncio.gather(*looks, return_exceptions=True)
         if self._slots.are_asleep:
             raise IllegalStateError(
-                "scale: all workers are asleep, so a new one could not get their weights; wake them up first"
+                "scale: all workers are asleep, so a new worker could not get their weights; wake them up first"
             )
 
     async def _dismiss(self, slot: Slot) -> None:

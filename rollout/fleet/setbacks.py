@@ -1,4 +1,4 @@
-"""The losses and refusals that a request has met, and the workers that are therefore not asked next.
+"""The losses and refusals of a request, and the workers that must not be asked next because of them.
 
 Pure: no clock, no I/O. Callers pass the number of health checks of each worker.
 """
@@ -16,8 +16,9 @@ MOST_LOSSES = 5
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a worker refused a request. `num_looks`: number of health checks of the worker at that time. The next health
-    check voids the refusal, even if it reports the same as before: the worker may have been full only in between.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at that time. The next health
+    check voids the refusal, even if its report is the same as before: the worker may have been full only between the
+    two checks.
     """
 
     error: TruerollError
@@ -36,8 +37,8 @@ class Setbacks:
         self._rejecting: set[str] = set()
 
     def note(self, worker: str, num_looks: int, refusal: TruerollError | None) -> None:
-        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request; None if it accepted
-        the request, which voids all earlier refusals of all workers.
+        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request. None means that it
+        accepted the request, which voids all earlier refusals by any worker.
         """
         if refusal is None:
             self._refusals.clear()
@@ -48,14 +49,14 @@ class Setbacks:
             self._refusals[worker] = _Refusal(refusal, num_looks)
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
-        """Return the keys of the workers not to be asked now. `is_late`: patience has ended, so workers that rejected
-        the request because of their state count as well.
+        """Return the keys of the workers that must not be asked now. `is_late`: the client's patience has ended, so
+        include workers that rejected the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """Return why all workers refuse the request; None if some do not refuse it. A request that was lost with a
-        worker does not fail while others are full, but waits for room.
+        """Return the error of a request that all workers refuse; None if a worker does not refuse it. A request that
+        was lost with a worker does not fail while other workers are full; it waits for room.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:
@@ -70,7 +71,7 @@ class Setbacks:
             return None
         return WorkerLostError(
             f"request {request_id!r} was lost with {self.num_losses} workers, one after the other, and may be the "
-            "cause; see their logs"
+            "cause; see the workers' logs"
         )
 
     @property
@@ -79,8 +80,8 @@ class Setbacks:
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the
-        rest.
+        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the other
+        refusing workers.
         """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}
         return {*self._refusals}

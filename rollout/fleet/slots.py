@@ -24,7 +24,7 @@ class Slot:
 
     `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
     once a worker runs. `waits_since`: if the worker waits because nothing has its weights, the number of `scale` calls
-    at that time.
+    at its last attempt to get them; else None.
     """
 
     name: str
@@ -86,22 +86,22 @@ class Slots:
 
     @property
     def are_asleep(self) -> bool:
-        """Whether all serving workers are asleep. Lost ones are then not replaced, so that the trainer has the
+        """Whether all serving workers are asleep. Lost workers are then not replaced, so that the trainer can use the
         memory.
         """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
         return bool(states) and all(state == "asleep" for state in states)
 
     def newest(self, but: RunningWorker) -> RunningWorker | None:
-        """Return the serving worker from which `but` should get its weights; None if there is no other. The newest
-        weights win, then workers that can write them now.
+        """Return the serving worker from which `but` should get its weights; None if no other worker serves. Prefer the
+        newest weights, then a worker that can write its weights now.
         """
         peers = [worker for worker in self.serving if worker is not but and worker.health]
         return max(peers, key=_readiness_to_give, default=None)
 
     def are_ahead_of(self, worker: RunningWorker) -> bool:
-        """Return whether the others serve newer weights. False during a push, which may have reached the others
-        first.
+        """Return whether other workers serve newer weights. Return False during a push, which may have reached the
+        other workers first.
         """
         healths = [other.health for other in self.serving if other.health is not None]
         if worker.health is None or any(health.push or health.state == "updating" for health in healths):

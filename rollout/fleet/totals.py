@@ -1,4 +1,4 @@
-"""Combine reports of several workers into one: sums of counts, and the state that is least ready."""
+"""Combine the reports of several workers into one report, with sums of counts and the least ready state."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class FleetHealth(protocol.Health):
 
 
 def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
-    """Combine the health of one or more workers. Counts are summed. The state is the least ready one, the weight
-    version the oldest, each limit the smallest, and `engine` that of the first worker.
+    """Combine the health of one or more workers. Counts are summed. The result has the least ready state, the oldest
+    weight version, the smallest value of each limit, and the `engine` of the first worker.
     """
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
@@ -66,7 +66,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _merged(values: Sequence[Any]) -> Any:
     """Merge values. Numbers are added, also within maps and lists. Bytes are int64 arrays and are added element by
-    element. Of all other values the first is taken.
+    element. For other types the result is the first value.
     """
     first = values[0]
     if isinstance(first, Mapping):
@@ -81,7 +81,9 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _merged_named(values: Sequence[Any]) -> Any:
-    """Merge elements of lists, such as a pool of each worker. The `window` of a pool identifies it and is not added."""
+    """Merge elements of lists, such as a pool of each worker. A pool's `window` identifies the pool, so it is not
+    added.
+    """
     merged = _merged(values)
     if isinstance(merged, dict) and "window" in merged:
         merged["window"] = values[0]["window"]

@@ -1,9 +1,9 @@
-"""The workers of a fleet from a client's view: the members, their health, and which of them are eligible for groups.
+"""The workers of a fleet from a client's view: the members, their health, and the members that are eligible for groups.
 
 Owns: the task that checks members and health, and the decision which workers are eligible. Does not own requests, nor
 the choice of a worker for a group (`Dispatch`). Promises: groups go only to workers that answer, are of one kind, and
-have weights at most `max_staleness` versions older than the newest. If a worker is lost or no longer a member, its
-pending requests learn that at once. Everything runs on the event loop of the first call.
+have weights at most `max_staleness` versions older than the newest. If a worker is lost or is no longer a member, its
+pending requests are notified at once. Everything runs on the event loop of the first call.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 class WorkerPool:
     """The workers of a fleet.
 
-    `make_client`: creates a client for an address. `max_staleness`: by how many versions the weights of an eligible
-    worker may be older than the newest. `mixed_kinds`: accept workers of any kind. `links`: all members. `dispatch`:
-    the eligible workers.
+    `make_client`: creates a client for an address. `max_staleness`: number of versions by which the weights of an
+    eligible worker may be older than the newest weights. `mixed_kinds`: accept workers of any kind. `links`: all
+    members. `dispatch`: the eligible workers.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Prepare a call; the first call waits until all members have been checked. Raise ConfigError if workers differ
-        in kind.
+        """Prepare a call. The first call waits until all members have been checked. Raise ConfigError if workers are of
+        different kinds.
         """
         self._check_home()
         if self._meeting is None:
@@ -68,13 +68,13 @@ class WorkerPool:
             self.follow()
             self._watch = asyncio.create_task(self._keep_looking())
             self._meeting = asyncio.create_task(self._meet())
-        await asyncio.shield(self._meeting)  # all first calls wait for it, so cancelling one must not cancel it
+        await asyncio.shield(self._meeting)  # several calls may wait for it, so cancelling one must not cancel it
         self._check_home()
         self._kinds.check(self.links)
 
     async def _meet(self) -> None:
         await self._look_at_all()
-        self._kinds.forget()  # the kind of the first member counts, not of the first one that answered
+        self._kinds.forget()  # the fleet's kind is that of the first member, not of the member that answered first
         self._sort()
 
     async def close(self) -> None:
@@ -94,9 +94,9 @@ class WorkerPool:
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """Choose a worker by `Dispatch.place`, and wait until there is one. Raise WorkerLostError at `deadline`, in
-        monotonic seconds. `avoid`: returns the keys of workers not to be chosen now. `patience`: the whole wait in
-        seconds, for the error text.
+        """Choose a worker with `Dispatch.place`, and wait until it finds one. Raise WorkerLostError at `deadline`, in
+        monotonic seconds. `avoid`: function that returns the keys of workers that must not be chosen now. `patience`:
+        the whole wait in seconds, for the error text.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -126,18 +126,18 @@ class WorkerPool:
         self._sort()
 
     async def note_error(self, link: Link, error: TruerollError) -> None:
-        """Update the condition of a worker after an error of a request to it. A lost worker gets no requests until it
+        """Update the condition of a worker after a request to it failed. A lost worker gets no requests until it
         answers again. A worker that refuses requests because of its state gets none until it reports that it is ready.
         """
         if isinstance(error, WorkerLostError | WorkerFailedError):
             link.is_silent = True
         elif isinstance(error, UnavailableError):
-            await self.look(link)  # finds out whether the worker is exiting
+            await self.look(link)  # to find out whether the worker is exiting
             link.is_refusing = True
         self._sort()
 
     def follow(self) -> list[Link]:
-        """Sync with the membership. Return newly joined workers, which the caller must health-check."""
+        """Sync with the membership. Return the newly joined workers, which the caller must health-check."""
         new, has_changed = self.links.follow()
         if has_changed:
             self._sort()
@@ -151,7 +151,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # the other workers have the new version, too, or soon
+                is_new = version != self.dispatch.version  # then the other workers have the new version now or soon
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()
@@ -184,6 +184,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: was called in another event loop than that of its first call; make a client in each, or use "
+                "client: this is not the event loop of its first call; make a client in each event loop, or use "
                 "FleetClient"
             )

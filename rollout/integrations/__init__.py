@@ -1,5 +1,5 @@
-"""Adapters for the trainers of other projects. Each package requires its project to be installed.
+"""Adapters for the trainers of other projects. Each package here requires that its project is installed.
 
-Owns the translation of those projects' settings and hooks. Does not own the client, the publisher or the aligned model
-that do the work.
+Owns the translation of these projects' settings and hooks. Does not own the client, the publisher or the aligned model,
+which do the work.
 """

@@ -1,20 +1,23 @@
 """The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits them before all have verified.
 
-- `WorkerClients` owns a client of each worker, all on one event loop on a thread of its own. It remembers which workers
-  did not answer last. Every call ends within its timeout, or as soon as the worker has left its fleet. A call to all
-  workers ends when the first one fails, with an error that names it; a greeting waits for all.
-- `WeightPublisher` owns the list of workers, and what each of them was last known to serve.
+- `WorkerClients` owns a client of each worker. All clients share one event loop on a separate thread. The class
+  remembers which workers did not answer the last call. Every call ends within its timeout, or as soon as the worker
+  has left its fleet. A call to all workers ends when the first worker fails, with an error that names the worker. A
+  greeting waits for all workers.
+- `WeightPublisher` owns the list of workers, and the push that each worker was last known to serve.
 
 Does not own: how weights travel (`WeightSender`), or the trainer's tensors.
 
 Promises:
 
 - `push` returns when every worker that was not left out serves the new weights. Otherwise it raises an error that says
-  which worker failed and what each worker serves: the old weights, unless a worker failed at its commit.
-- Every wait for a worker has a deadline. Waits of CUDA itself behind an NCCL broadcast have none.
-- After a failure nothing must be restarted here before the next push.
-- A worker that does not answer when a push begins costs it `ANSWER_SECONDS`, and later pushes `LOST_SECONDS` each.
-- If a worker of a fleet is lost during a push, the push is repeated without it, if the tensors can be read again.
+  which worker failed and which weights each worker serves: the old weights, unless a worker failed at its commit.
+- Every wait for a worker has a deadline. A wait inside CUDA for an NCCL broadcast has none.
+- After a failure the publisher is ready for the next push; nothing in the trainer needs a restart.
+- A worker that does not answer when a push begins delays that push by `ANSWER_SECONDS`, and each later push by
+  `LOST_SECONDS`.
+- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the tensors can
+  be read again.
 """
 
 from __future__ import annotations
@@ -66,14 +69,18 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Interval of checks of workers that joined during a push. Clients check more often, and send them no requests."""
+"""Interval of the checks of workers that joined during a push. Clients check more often, and send such workers no
+requests.
+"""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
-"""Errors when greeting a worker that does not answer, still loads its model, or has failed."""
+"""Errors of a greeting to a worker that does not answer, still loads its model, or has failed."""
 
 ANSWER_SECONDS = 5.0
-"""Time to answer a greeting. A worker answers at once, even while it computes, unless it is stopped."""
+"""Time that a worker has to answer a greeting. A worker answers at once, even while it computes, unless its process is
+stopped.
+"""
 LOST_SECONDS = 1.0
-"""Time to answer a greeting for a worker that did not answer the last one."""
+"""Time that a worker has to answer a greeting if it did not answer the last one."""
 FOLLOW_SECONDS = 0.1
 """Interval at which the members of the fleet are checked."""
 
@@ -83,7 +90,8 @@ log = logging.getLogger(__name__)
 class WorkerClients:
     """A client of each worker at `addresses`: the `PushTargets` of a push. A position is an index into `addresses`.
 
-    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: membership of the workers' fleet.
+    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the fleet that the
+    workers belong to; None if they belong to no fleet.
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class WorkerClients:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"addresses: must be a list of strings (got {addresses!r:.80})")
         if len(set(addresses)) != len(addresses):
-            raise ConfigError(f"addresses: an address comes twice in {list(addresses)}; give each worker once")
+            raise ConfigError(f"addresses: {list(addresses)} has an address twice; give each worker once")
         self.addresses = tuple(addresses)
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
@@ -110,16 +118,16 @@ class WorkerClients:
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Return the workers at these positions. They share the clients of this object, and close with it."""
+        """Return the workers at these positions. They share the clients of this object, and are closed with it."""
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)
         chosen._clients = [self._clients[position] for position in positions]
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """Return what each worker wants, or its error: DeadlineError if it does not answer.
+        """Return each worker's answer, which says what weights it needs, or its error: DeadlineError without an answer.
 
-        Waits at most `timeout` seconds, and much less for workers that do not answer soon.
+        Waits at most `timeout` seconds, and much less if a worker does not answer soon.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -130,15 +138,15 @@ class WorkerClients:
     def ask(
         self, what: str, calls: protocol.PushCall | Sequence[protocol.PushCall], timeout: float
     ) -> Future[list[protocol.PushStatus]]:
-        """Send each worker its call, or all workers the same call.
+        """Send each worker its own call, or send all workers the same call.
 
-        The future has the replies in the order of the workers. It raises WorkerFailure as soon as one worker failed.
+        The future returns the replies in the order of the workers. It raises WorkerFailure as soon as a worker fails.
         """
         each = calls if isinstance(calls, Sequence) else [calls] * len(self.addresses)
         return self._thread.submit(self._ask_until_failure(what, each, timeout))
 
     def ask_all(self, call: protocol.PushCall, timeout: float) -> list[protocol.PushStatus | TruerollError]:
-        """Send every worker a call and wait. Return each worker's reply or error."""
+        """Send every worker the same call and wait. Return each worker's reply or error."""
         return self._thread.submit(self._ask_all(call, timeout)).result()
 
     def close(self) -> None:
@@ -183,7 +191,7 @@ class WorkerClients:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
             if self.addresses[position] in self._gone:
-                raise WorkerLostError("worker: has left its fleet; see the fleet's log") from None
+                raise WorkerLostError("worker: it has left its fleet; see the fleet's log") from None
             raise
 
     async def _follow(self, membership: Membership) -> None:
@@ -206,42 +214,42 @@ class WorkerClients:
 
 @dataclass(frozen=True)
 class _Party:
-    """The workers of a push, what each of them wants, and the addresses of the workers that are left out."""
+    """The workers of a push, what weights each of them needs, and the addresses of workers that are left out."""
 
     workers: WorkerClients
     replies: list[protocol.Weights]
     left_out: list[str]
 
     def where(self, holds: Callable[[str, protocol.Weights], bool]) -> _Party:
-        """Return the part of the workers for which `holds` returns True."""
+        """Return only the workers for which `holds` returns True."""
         told = enumerate(zip(self.workers.addresses, self.replies, strict=True))
         chosen = [position for position, (address, reply) in told if holds(address, reply)]
         return _Party(self.workers.at(chosen), [self.replies[position] for position in chosen], self.left_out)
 
 
 class WeightPublisher:
-    """Pushes weights to workers. Any thread may call it, one call at a time.
+    """Pushes weights to workers. Any thread may call its methods, one call at a time.
 
-    During a push nothing may change the tensors or, if they are sharded, use their process group.
+    During a push nothing may change the tensors. If they are sharded, nothing else may use their process group.
 
-    - `transport`: `shared` (memory of one machine), `collective` (a process group over the network) or `disk`
-      (safetensors files). With tensors and workers on GPUs the weights stay in GPU memory: with `shared` if all are on
-      the same GPU (CUDA IPC), with `collective` if each is on another GPU (NCCL; two on one GPU are refused).
-      Otherwise, and with `sparse`, they go through host memory, and `collective` uses gloo.
+    - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
+      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory: `shared` uses
+      CUDA IPC if all are on the same GPU; `collective` uses NCCL if each is on a different GPU, and refuses two on one
+      GPU. Otherwise, and with `sparse`, the weights go through host memory, and `collective` uses gloo.
     - `timeout`: limit on each wait, in seconds. With `disk` it includes the time in which a worker reads the folder.
-    - `folder`: for `disk`, the parent of a folder for each push. Older pushes in it are removed. A new parent gets mode
-      0700; an existing one keeps its mode.
+    - `folder`: for `disk`, the folder in which each push gets a folder of its own. Older pushes in it are removed. If
+      the folder is created, it gets mode 0700; an existing folder keeps its mode.
     - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. Its traffic is
       neither encrypted nor authenticated.
-    - `sparse`: send only the elements that changed since the last push, to workers that still serve that push. It keeps
-      a copy of the weights in the trainer.
+    - `sparse`: send only the elements that changed since the last push, to workers that still serve that push. This
+      keeps a copy of the weights in the trainer.
     - `in_flight`: what happens to a worker's running requests: `recompute` continues them with the new weights; `drain`
       lets them finish first, within `drain_timeout` seconds; `abort` ends them with their tokens so far.
-    - `in_place`: write into the live weights, for workers without memory for a second set. After a failed push a worker
-      then generates nothing until a push succeeds.
-    - `reject_nonfinite`: refuse NaN and infinities.
-    - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model: `raise` fails
-      the push; `skip` pushes to the others, and to this one again once it is back.
+    - `in_place`: write into the live weights, for workers without memory for a second copy. After a failed push such a
+      worker generates nothing until a push succeeds.
+    - `reject_nonfinite`: refuse weights with NaN or infinity.
+    - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model. `raise` fails
+      the push. `skip` pushes to the other workers only, and includes the worker again once it is back.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client's role must be control.
     """
 
@@ -266,7 +274,7 @@ class WeightPublisher:
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
         _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 and at most 86400 seconds", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 and at most 86400 seconds", drain_timeout)
-        _check((folder is None) == (transport != "disk"), "folder", "given for disk, and for disk alone", folder)
+        _check((folder is None) == (transport != "disk"), "folder", "given if transport is disk, and only then", folder)
         _check(host is None or transport == "collective", "host", f"None for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
@@ -283,11 +291,11 @@ class WeightPublisher:
         self._keys = server_public_key, client_key
         self._workers: WorkerClients | None = None
         self._latest: dict[str, str] = {}
-        """By address, the id of the push that was last committed there."""
+        """By address, the id of the last push that the worker committed."""
         self._terms: tuple[int, bool] | None = None
         """Version and `allow_older` of the last push."""
         self._instances: dict[str, str] = {}
-        """By address, the `instance` of the process that was there when the last push began."""
+        """By address, the `instance` of the worker process when the last push began."""
         self._fleet: Membership | None = None
         self._taken_out: set[str] = set()
         """Addresses of workers that were lost during the current push to a fleet."""
@@ -299,13 +307,14 @@ class WeightPublisher:
         self._workers = workers
 
     def connect_fleet(self, fleet: FleetArg) -> None:
-        """Push to the workers of `fleet` from now on: to those that serve when a push begins. Sends nothing yet.
+        """Push to the workers of `fleet` from now on, and to no others. Sends nothing yet.
 
-        `fleet`: a `Fleet`, its file, or addresses of workers. A worker that joins while none serves also gets pushes.
+        Each push goes to the workers that serve when it begins, or to the joining workers if none serves. `fleet`: a
+        `Fleet`, its file, or addresses of workers.
 
         If a worker is lost during a push, the push is repeated without it, unless the tensors came from an iterator or
-        are sharded. If a worker lacks the base weights in a push of adapters alone, the push is repeated with these
-        weights. The fleet itself brings the weights to replacements, and to workers that join later.
+        are sharded. If a worker lacks the base weights in a push of adapters alone, the push is repeated with the base
+        weights. The fleet itself hands the weights over to replacements and to workers that join later.
         """
         membership = membership_of(fleet)
         self._disconnect()
@@ -314,21 +323,22 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        Raise PushError if not all workers have committed; the next push then sends every tensor whole.
+        Raise PushError if a worker has not committed the push; the next push then sends every tensor whole.
 
         - `tensors`: a module, or tensors with Hugging Face names as a mapping or an iterable of pairs, of any dtype and
-          on any device. If tensors are sharded (DTensor, as by FSDP2), every rank of the trainer must call this with
-          the same names in the same order. Rank 0 gathers the tensors one by one and pushes them; the other ranks
-          return or raise when it does. With DistributedDataParallel only rank 0 calls this, and the module inside is
-          pushed.
-        - `version`: at most 2**63 - 2, and later than the version that each worker serves, which is 0 at first and
-          after a restart.
-        - `allow_older`: accept any version. Samples of different weights may then carry the same version.
-        - `adapters`: of a PEFT model send only A and B, and `modules_to_save`, to workers that already have the other
-          weights, from their checkpoint or from a push without `adapters`. Checksums verify this, but do not notice
-          changes of a frozen weight through `.data`.
+          on any device. If tensors are sharded (DTensor, as by FSDP2), every rank of the trainer must call this method
+          with the same names in the same order. Rank 0 gathers the tensors one by one and pushes them; the other ranks
+          return or raise when rank 0 does. With DistributedDataParallel, call this method on rank 0 only. It pushes the
+          wrapped module.
+        - `version`: at most 2**63 - 2, and later than the version that each worker serves. A worker serves version 0
+          when it starts.
+        - `allow_older`: accept any version. Samples from different weights may then have the same version.
+        - `adapters`: of a PEFT model, send only A and B of LoRA and the `modules_to_save`. The workers must have its
+          other weights from their checkpoint or from a push without `adapters`. Checksums verify this, but they miss
+          changes that were made to a frozen weight through `.data`.
 
-        A PEFT model is sent as it is. Workers add its LoRA adapter to its weights, as an aligned forward pass does.
+        The adapters of a PEFT model are sent unmerged. Workers add its LoRA adapter to its weights, as an aligned
+        forward pass does.
         """
         version = plain(version)
         is_version = type(version) is int and 0 <= version <= LAST_VERSION
@@ -336,14 +346,14 @@ class WeightPublisher:
         self._taken_out.clear()
         alone = adapters
         while True:
-            again = bool(self._taken_out)  # some may have committed the version before another worker was lost
+            again = bool(self._taken_out)  # some workers may have committed the version before another was lost
             push = partial(self._push, version=version, allow_older=allow_older or again)
             try:
                 result = self._push_on_all_ranks(tensors, alone, push)
             except PushError as error:
                 if not self._takes_out(error, tensors):
                     raise
-                log.warning("push of version %d is repeated without lost workers: %s", version, error)
+                log.warning("repeating the push of version %d without lost workers: %s", version, error)
                 continue
             if result is None:  # on every rank alike
                 alone = False
@@ -353,7 +363,7 @@ class WeightPublisher:
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
-        """Return the addresses of workers that do not answer, or do not serve this publisher's last commit there."""
+        """Return the addresses of workers that do not answer, or do not serve the last push that they got from here."""
         workers = self._connected()
         replies = zip(workers.addresses, workers.greet(self._settings.timeout), strict=True)
         return [address for address, reply in replies if self._is_stale(address, reply)]
@@ -361,18 +371,19 @@ class WeightPublisher:
     def restore(self, tensors: Tensors) -> PushResult | None:
         """Push the weights of the last push again, with its version, to the workers that do not serve them.
 
-        The other workers notice nothing. A worker that does not answer fails this or is left out, as in a push
-        (`on_lost`). `tensors`: as for `push`; the caller must pass the weights of the last push, which is not checked.
-        Return None if no worker needs them. Raise ConfigError before the first push, and for `disk` (call `push_folder`
-        instead). Raise PushError as `push` does.
+        The other workers are not affected. A worker that does not answer makes this call fail or is left out, as in a
+        push (`on_lost`). `tensors`: as for `push`. They must be the weights of the last push, which is not checked.
+        Return None if all workers serve these weights. Raise ConfigError before the first push, and for `disk` (call
+        `push_folder` instead). Raise PushError as `push` does.
         """
-        _check(self._transport != "disk", "restore", "called for a transport without folders; call push_folder", "disk")
+        _check(self._transport != "disk", "restore", "called for shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
         """Push the folder of an earlier push by `disk` to the workers that do not serve it, such as restarted workers.
 
-        The other workers notice nothing. Return None if all workers serve it. `allow_older` and errors: as for `push`.
+        The other workers are not affected. Return None if all workers serve the push. `allow_older` and errors: as for
+        `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -388,7 +399,7 @@ class WeightPublisher:
         return result
 
     def close(self) -> None:
-        """Disconnect, and free all memory. The workers go on."""
+        """Disconnect, and free all memory. The workers keep running."""
         self._disconnect()
         self._sender.close()
 
@@ -403,7 +414,7 @@ class WeightPublisher:
         return self._workers is not None or self._fleet is not None
 
     def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
-        """Return whether to repeat a push to a fleet without the workers that were lost."""
+        """Note the workers that were lost. Return whether to repeat a push to a fleet without them."""
         lost = set(error.lost) - self._taken_out
         if self._fleet is None or not lost or not can_be_read_again(tensors):
             return False
@@ -413,7 +424,7 @@ class WeightPublisher:
     def _wait_for_late_ones(self, push_id: str) -> None:
         """Wait until this push has reached every worker that serves in the fleet.
 
-        A worker that began to serve during the push has older weights until the fleet notices.
+        A worker that began to serve during the push has older weights until the fleet notices it.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:
@@ -435,16 +446,16 @@ class WeightPublisher:
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int, push_id: str) -> None:
-        """Tell the fleet of the push, so that it serves these weights even if it loses all its workers now."""
+        """Tell the fleet about the push, so that it serves these weights even if it loses all its workers now."""
         if not isinstance(self._fleet, KeepsPush):
             return
         try:
             self._fleet.note_push(PushNote(version, push_id))
         except ConfigError as error:
-            log.warning("the fleet learns of version %d only when it checks its workers: %s", version, error)
+            log.warning("the fleet will notice version %d only when it checks its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
-        """Return the addresses of the workers that serve; of those that join if none serves."""
+        """Return the addresses of the serving workers; if there are none, of the joining workers."""
         assert self._fleet is not None
         members = self._fleet.members()
         chosen = [member for member in members if member.standing != "joining"] or members
@@ -465,7 +476,7 @@ class WeightPublisher:
         alone: bool,
         push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
     ) -> PushResult | None:
-        """Call `push` with the tensors and, for a PEFT model, its adapters. `alone`: send only these."""
+        """Call `push` with the tensors and, for a PEFT model, its adapters. `alone`: send only the adapters."""
         adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
         _check(not in_place, "in_place", "False with a PEFT model, or push its merged_weights", in_place)
@@ -475,9 +486,9 @@ class WeightPublisher:
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
     ) -> PushResult | None:
-        """Push to all workers. Return None if a fleet needs more than the adapters.
+        """Push to all workers. Return None if a worker of a fleet needs more than the adapters.
 
-        In a fleet a worker may have another worker's merged weights, or may have been restarted.
+        That happens if the worker was restarted, or if it got the merged weights of another worker.
         """
         party = self._meet()
         try:
@@ -485,7 +496,7 @@ class WeightPublisher:
         except OtherBaseError as error:
             if self._fleet is None or adapters is None or not adapters.is_alone:
                 raise
-            log.warning("push of version %d is repeated with the base weights of the adapters: %s", version, error)
+            log.warning("repeating the push of version %d with the base weights of the adapters: %s", version, error)
             return None
         self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
         self._terms = version, allow_older
@@ -493,7 +504,7 @@ class WeightPublisher:
 
     def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
         if self._terms is None:
-            raise ConfigError("restore: there was no push before; call push")
+            raise ConfigError("restore: nothing was pushed yet; call push")
         party = self._meet()
         stale = party.where(self._is_stale)
         if not stale.replies:
@@ -518,10 +529,12 @@ class WeightPublisher:
         if errors and not (may_skip and are_lost and len(errors) < len(replies)):
             failed = "; ".join(f"worker {workers.addresses[i]} failed: {error}" for i, error in errors.items())
             advice = "; restart it, connect to other workers, or leave it out with on_lost='skip'" if are_lost else ""
-            raise PushError(f"push: at the beginning, {failed}. Nothing was sent to any worker{advice}")
+            raise PushError(f"push: {failed}. Nothing was sent to any worker{advice}")
         for i, error in errors.items():
             log.warning(
-                "worker %s is left out of the push, and included once it is back: %s", workers.addresses[i], error
+                "worker %s is left out of the push, and will get pushes again once it is back: %s",
+                workers.addresses[i],
+                error,
             )
         told = {i: reply for i, reply in enumerate(replies) if isinstance(reply, protocol.Weights)}
         party = _Party(workers.at(told), list(told.values()), [workers.addresses[i] for i in errors])
@@ -529,7 +542,7 @@ class WeightPublisher:
         return party
 
     def _note_instances(self, party: _Party) -> None:
-        """Warn of workers that were restarted."""
+        """Log a warning for each worker that was restarted."""
         for address, reply in zip(party.workers.addresses, party.replies, strict=True):
             if self._instances.get(address, reply.instance) != reply.instance:
                 log.warning(
@@ -558,15 +571,13 @@ class WeightPublisher:
                 self._disconnect_workers()
                 self._workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._fleet)
         if self._workers is None or not self._workers.addresses:
-            advice = (
-                "call connect with their addresses first" if self._fleet is None else "wait until its fleet has some"
-            )
-            raise ConfigError(f"workers: there are none; {advice}")
+            advice = "call connect with addresses first" if self._fleet is None else "wait until the fleet has workers"
+            raise ConfigError(f"workers: there is no worker to push to; {advice}")
         return self._workers
 
 
 def connect_to(publisher: WeightPublisher, target: str) -> None:
-    """Connect the publisher to a worker, by its address, or to a fleet, by its file or by several addresses."""
+    """Connect the publisher to a worker, given its address, or to a fleet, given its file or several addresses."""
     if is_fleet(target):
         publisher.connect_fleet(target)
     else:
@@ -576,7 +587,7 @@ def connect_to(publisher: WeightPublisher, target: str) -> None:
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
     """Return a PEFT model's adapters; None for other tensors. Raise ConfigError for other tensors if `alone` is set."""
     model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
-    _check(model is not None or not alone, "adapters", "False unless a PEFT model is pushed", alone)
+    _check(model is not None or not alone, "adapters", "False unless tensors is a PEFT model", alone)
     try:
         return None if model is None else TrainerAdapters(read_tensors(model), alone)
     except AlignmentError as error:

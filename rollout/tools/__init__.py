@@ -1,4 +1,4 @@
 """The command line and its programs.
 
-Owns options and printed output. Does not own the workers and clients that the programs use.
+Owns the options and the printed output. Does not own the workers and clients that the programs use.
 """

@@ -1,7 +1,8 @@
 """`trueroll bench`: measure the engine's speed in this process, and the speed of transformers' `generate`.
 
-Owns the workloads. Each figure comes from one run after a warm-up run, so the noise of the machine does not show.
-Promises that both sides do the same work: model, dtype, threads, prompts, samples, number of new tokens, temperature.
+Owns the workloads. Each figure comes from a single run after a warm-up run, so the figures do not show how much they
+vary. Promises that both systems do the same work: the same model, dtype, threads, prompts, samples, number of new
+tokens and temperature.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Workload:
     """A workload of random prompts.
 
     - `num_prompts`: number of prompts
-    - `shared`, `own`: tokens of each prompt that all prompts share, and tokens of its own after them
+    - `shared`, `own`: number of first tokens that all prompts share, and number of further tokens of each prompt
     - `n`: samples per prompt
     - `max_tokens`: new tokens per sample
     """
@@ -54,7 +55,7 @@ class Workload:
     temperature: float
 
     def prompts(self, vocab_size: int) -> np.ndarray:
-        """Return the prompts, int32 [num_prompts, shared + own]. Every call returns the same."""
+        """Return the prompts, int32 [num_prompts, shared + own]. Every call returns the same prompts."""
         generator = np.random.default_rng(0)
         shared = generator.integers(0, vocab_size, (1, self.shared), np.int32)
         own = generator.integers(0, vocab_size, (self.num_prompts, self.own), np.int32)
@@ -101,9 +102,9 @@ class Timing:
 
 
 def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) -> Measurement:
-    """Run the workload twice and measure the second run: the first is slower, since its memory is new.
+    """Run the workload twice and measure the second run. The first run is slower, because it allocates memory.
 
-    A third run with one new token measures the time to first token.
+    A third run, with one new token per sample, measures the time to first token.
     """
     run(workload)
     timing = run(workload)
@@ -277,7 +278,7 @@ def _check_can_plot() -> None:
     try:
         importlib.import_module("matplotlib")
     except ImportError:
-        raise ConfigError("plot: matplotlib is not installed; run pip install 'trueroll[plot]'") from None
+        raise ConfigError("plot: the package matplotlib is not installed; run pip install 'trueroll[plot]'") from None
 
 
 def plot(measurements: Sequence[Measurement], file: Path) -> None:

@@ -1,4 +1,5 @@
-"""The command line: reads options, calls the module that does the work, and turns errors into one line and exit code 1.
+"""The command line: reads options, calls the module that does the work, and reports an error in one line with exit
+code 1.
 
 Heavy modules are imported inside the commands, so that `trueroll --help` is fast.
 """
@@ -27,7 +28,7 @@ from .options import with_settings
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich cuts off long option names at 80 columns and drops square brackets
+    rich_markup_mode=None,  # rich truncates long option names at 80 columns and drops square brackets
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -97,7 +98,9 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line to stdout at once, for programs that wait for it. Names in it come from outside, so escape them."""
+    """Print a line to stdout and flush it, for programs that wait for it. Names in it come from outside, so escape
+    them.
+    """
     print(printable(line), flush=True)
 
 
@@ -106,7 +109,7 @@ def generate(
     model_or_address: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL_OR_ADDRESS", help="A model to serve for this call, or a worker's ipc://... or tcp://..."
+            metavar="MODEL_OR_ADDRESS", help="A model to start a worker for, or a worker's ipc://... or tcp://..."
         ),
     ],
     prompt: Annotated[list[str], typer.Option(help="Text to complete. Can be given several times.")],
@@ -120,10 +123,10 @@ def generate(
         float, typer.Option(help="Sample from the most probable tokens with a total probability of p.")
     ] = SAMPLING["top_p"],
     min_p: Annotated[
-        float, typer.Option(help="Exclude tokens less probable than min_p times the most probable one.")
+        float, typer.Option(help="Exclude tokens less probable than min_p times the most probable token.")
     ] = SAMPLING["min_p"],
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the samples. Default: a random one, which is printed.")
+        int | None, typer.Option(help="Seed of the samples. Default: a random seed, which is printed.")
     ] = SAMPLING["seed"],
     stop: Annotated[list[str], typer.Option(help="Text that ends a sample. Can be given several times.")] = [],  # noqa: B006
     tokenizer: Annotated[
@@ -181,7 +184,8 @@ def http(
 def fleet(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/fleet.md has an example.")],
 ) -> None:
-    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when all serve; logs go to stderr.
+    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when they are ready; logs go to
+    stderr.
 
     Requires pip install 'trueroll[ray]'.
     """
@@ -336,7 +340,7 @@ def plan(
         str, typer.Argument(metavar="CONFIG", help="A config.json, a folder with a config.json, or a name.")
     ],
     memory: Annotated[
-        float, typer.Option(help="Memory of a device in GiB; all of it is planned.", callback=_check_gib)
+        float, typer.Option(help="Memory of a device in GiB; the plan uses all of it.", callback=_check_gib)
     ] = 80.0,
     max_num_seqs: Annotated[int, typer.Option(help="Samples that run at the same time.")] = GPU.max_num_seqs,
     max_model_len: Annotated[int | None, typer.Option(help="Maximum length of a prompt with its new tokens.")] = None,

@@ -81,12 +81,12 @@ class Repetition:
 
 
 def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool:
-    """Generate groups of samples, show some, and repeat greedy answers under other circumstances.
+    """Generate groups of samples, show some of them, and repeat greedy answers under other circumstances.
 
     Return whether all bits agree.
     """
     if model == "smollm2" and not os.path.exists(smollm2_path()):
-        with _stage(console, f"Converting smollm2 into {smollm2_path().parent}, once ..."):
+        with _stage(console, f"Converting smollm2 to {smollm2_path().parent} (only once) ..."):
             smollm2_folder()
     with _stage(console, f"Loading the tokenizer of {model} ..."):
         text = TextModel(model)
@@ -96,16 +96,16 @@ def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool
         console.print(f"It listens at {worker.address}.", soft_wrap=True)
         groups = _generate_groups(console, client, prompts, sizes)
         _show_samples(console, text, groups)
-        with _stage(console, "Now the same prompts greedily, under other circumstances ..."):
+        with _stage(console, "Generating greedy answers to the same prompts under other circumstances ..."):
             repetitions = _repeat(client, prompts, sizes)
-        with _stage(console, "Now the worker sleeps, then gets changed weights, and then the old ones again ..."):
+        with _stage(console, "Putting the worker to sleep, then pushing changed weights, then the old weights ..."):
             changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
         repetitions.append(Repetition("after a sleep and two pushes", False, restored))
     title = "Starting another worker, without a prefix cache ..."
     with (
         _start_worker(console, title, model, enable_prefix_caching=False) as worker,
         RolloutClient(worker.address) as client,
-        _stage(console, "Now the same prompts greedily with it ..."),
+        _stage(console, "Generating greedy answers with it ..."),
     ):
         repetitions.append(Repetition("cache off (another worker)", False, _greedy(client, prompts, sizes)))
     return _compare_changed(console, restored, changed) & compare(console, repetitions)
@@ -173,7 +173,7 @@ def _sleep_and_push(
     prompts: list[list[int]],
     sizes: Sizes,
 ) -> tuple[list[SampleOutput], list[SampleOutput]]:
-    """Let the worker drop its weights and cache, push changed weights, and then the old ones.
+    """Let the worker drop its weights and cache, push changed weights, and then push the old weights.
 
     Return the greedy answers with the changed and with the old weights.
     """
@@ -214,14 +214,14 @@ def _show_push(console: Console, push: PushResult, samples: Sequence[SampleOutpu
 
 
 def _greedy_cold(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[SampleOutput]:
-    """Return greedy answers that share no cache with each other or with other requests."""
+    """Return greedy answers that share no cached prefix with each other or with other requests."""
     return _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
 
 
 def _greedy(
     client: RolloutClient, prompts: list[list[int]], sizes: Sizes, salts: Sequence[str | None] | None = None
 ) -> list[SampleOutput]:
-    """Return one greedy answer for each prompt. Requests with different salts share no cache."""
+    """Return one greedy answer for each prompt. Requests with different salts share no cached prefix."""
     params = [_greedy_params(sizes, salt) for salt in salts or [None] * len(prompts)]
     return [group.samples[0] for group in client.generate(prompts, params)]
 
@@ -231,9 +231,9 @@ def _greedy_params(sizes: Sizes, salt: str | None = None) -> SamplingParams:
 
 
 def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
-    """Print how many tokens and log-probs of each repetition differ from the first. Return whether none differs.
+    """Print how many tokens and log-probs of each repetition differ from the first repetition.
 
-    Return False also if a warm cache had no hit or a cold one had a hit.
+    Return True if nothing differs, a warm cache had a hit and a cold cache had none.
     """
     cold = repetitions[0]
     table = Table("circumstance", "cached prompt tokens", "tokens compared", "differences")
@@ -255,7 +255,7 @@ def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
 
 
 def _compare_changed(console: Console, old: Sequence[SampleOutput], changed: Sequence[SampleOutput]) -> bool:
-    """Return whether the changed weights changed every answer. If not, restoring the old weights proves nothing."""
+    """Return whether the changed weights changed every answer. Otherwise restoring the old weights proves nothing."""
     if all(_count_differences(*pair) for pair in zip(old, changed, strict=True)):
         return True
     console.print("[red]Nothing is proved:[/] changed weights gave the same bits.")

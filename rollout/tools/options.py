@@ -17,26 +17,26 @@ F = TypeVar("F", bound=Callable[..., None])
 ENGINE = {
     "dtype": "Dtype of weights and KV cache; auto: the dtype in config.json.",
     "device": "Torch device, such as cpu or cuda.",
-    "backend": "Kernels: cpu, triton (GPU), or reference; auto: the device's native kernels if they support the model.",
+    "backend": "Kernels: cpu, triton (GPU) or reference; auto: the device's native kernels if they support the model.",
     "block_size": "Tokens in a block of the KV cache; an even number.",
-    "num_blocks": "Blocks of the KV cache. Default: chosen by the available memory.",
+    "num_blocks": "Blocks of the KV cache. Default: chosen from the available memory.",
     "kv_memory": "Bytes for the KV cache and recurrent states, instead of --num-blocks.",
     "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU.",
     "max_model_len": "Maximum length of a prompt with its new tokens. Default: the model's training length.",
     "max_num_seqs": "Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.",
     "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
     "Default: 8192 (GPU), 512 (CPU).",
-    "state_interval": "Tokens between checkpoints of recurrent states. `trueroll plan` shows the default.",
-    "decode_state_interval": "The same for generated tokens; 0: no checkpoints while decoding.",
+    "state_interval": "Prompt tokens between checkpoints of recurrent states. `trueroll plan` shows the default.",
+    "decode_state_interval": "Generated tokens between checkpoints; 0: no checkpoints while decoding.",
     "state_budget": "Maximum number of kept checkpoints. Default: the number of intervals in the blocks.",
-    "enable_prefix_caching": "Reuse the KV of prefixes that were computed before.",
+    "enable_prefix_caching": "Reuse the keys and values of prefixes that were computed before.",
     "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
     "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",
 }
 
 WORKER = {
     "address": "ipc://PATH or tcp://127.0.0.1:PORT. Default: a new private ipc socket.",
-    "curve_secret_key_file": "The worker's CURVE keys; required for addresses beyond this machine.",
+    "curve_secret_key_file": "The worker's CURVE key file; required for addresses beyond this machine.",
     "clients_file": "Admitted clients: on each line a role (generate, control), a user and a public key.",
     "max_connections": "Maximum number of connections.",
     "max_message_bytes": "Maximum bytes of a message.",
@@ -70,7 +70,7 @@ HTTP = {
     "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
     "head_seconds": "Seconds for a client to send a head.",
     "keep_alive_seconds": "Seconds until an idle connection is closed.",
-    "write_seconds": "Seconds that a client may go without reading its answer.",
+    "write_seconds": "Seconds that a client may spend without reading its answer.",
     "linger_seconds": "Seconds for which a refused connection discards incoming data.",
     "max_body_elements": "Maximum weighted number of elements in a body.",
     "max_text_chars": "Maximum number of characters in all texts of a request.",
@@ -81,7 +81,7 @@ HTTP = {
 
 
 def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callable[[F], F]:
-    """Replace a command's `**settings` by one option for each setting with a help text. `groups`: (class, texts)."""
+    """Replace a command's `**settings` with one option for each setting with a help text. `groups`: (class, texts)."""
 
     def decorate(command: F) -> F:
         own = [

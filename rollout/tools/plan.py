@@ -27,9 +27,9 @@ _MOST_GIB, _MOST_RANKS = 2**14, 64
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
     """Print the division of `memory` bytes on each of `ranks` devices.
 
-    `kv_bytes`: bytes of an element of keys and values. 1 byte needs 4 more bytes for each head and token, for a float16
-    scale and zero point. Raise ConfigError if the plan does not fit; the text says which options would fit. Raise
-    ModelError if the model is not supported.
+    `kv_bytes`: bytes per element of keys and values. With 1 byte, each head and token needs 4 more bytes, for a float16
+    scale and zero point. Raise ConfigError if the plan does not fit; the text says which options would make it fit.
+    Raise ModelError if the model is not supported.
     """
     model = outline(config)
     asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)
@@ -92,15 +92,15 @@ def _what_would_fit(asked: _Asked) -> str:
     parts = f"{asked.weights / GIB:.1f} of weights, {asked.scratch / GIB:.1f} of the largest step"
     if asked.sizes.state:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
-    proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB are not enough either)"
+    proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB is not enough either)"
     return (
-        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks are too little; needed are, in GiB, "
+        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks is too little; the model needs, in GiB, "
         f"{parts}, and room for a sample of {asked.max_model_len} tokens; use {proposals}"
     )
 
 
 def _proposals(asked: _Asked) -> Iterator[str]:
-    """Yield command line options that make it fit: the most samples, the fewest ranks, the least memory."""
+    """Yield command line options that make the plan fit: the most samples, the fewest ranks, the least memory."""
     seqs = asked.config.max_num_seqs
     if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
         yield f"--max-num-seqs {fewer}"
@@ -143,7 +143,7 @@ def _add(table: Table, name: str, count: int, size: int, holds: str) -> None:
 
 
 def _intervals(plan: MemoryPlan) -> Table:
-    """Return a table of checkpoint intervals and the tokens that fit in the memory of blocks and checkpoints."""
+    """Return a table of checkpoint intervals, and of the tokens that fit into the memory of blocks and checkpoints."""
     sizes = plan.sizes
     pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
     table = Table(

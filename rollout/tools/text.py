@@ -25,14 +25,15 @@ def print_completions(
     tokenizer: str | None,
     keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
-    """Complete prompts and print all samples. Terminal control characters in them are escaped.
+    """Complete prompts and print all samples. Terminal control characters in the samples are escaped.
 
-    - `model_or_address`: the address of a worker, or a model, for which a worker is started
+    - `model_or_address`: the address of a worker, or a model to start a worker for
     - `seed`: seed for all prompts, see `RolloutClient.generate`; None: a random seed
     - `tokenizer`: model with the tokenizer to use; None: the served model, if it is available on this machine
     - `keys`: `server_public_key` and `client_key` of `RolloutClient`
 
-    Raise ConfigError if `tokenizer` is required: a model name that comes from a worker is never downloaded.
+    Raise ConfigError if `tokenizer` is missing but required, because a model name that comes from a worker is never
+    downloaded.
     """
     seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address

@@ -1,7 +1,8 @@
 """`trueroll top`: show the activity of a worker or a fleet in a terminal, from its health and stats.
 
-Speeds and rates are differences between two snapshots; all other values come from the last one. Promises that text from
-a worker is never interpreted as markup or terminal codes, and that a missing or mistyped counter is a ProtocolError.
+Speeds and rates are differences between two snapshots; all other values come from the last snapshot. Promises that text
+from a worker is never interpreted as markup or terminal codes, and that a missing or mistyped counter raises
+ProtocolError.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", 
 
 
 class _Shown(BaseModel):
-    """The displayed fields of a map that the protocol does not define in detail."""
+    """Displayed fields of a map that the protocol does not define in detail."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -183,7 +184,7 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
 
 
 def _one_of_many(before: Look | None, now: Look) -> Text:
-    """Return one line about a worker of a fleet."""
+    """Return the line about one worker of a fleet."""
     text = Text(now.health.state, STATE_STYLES.get(now.health.state, "cyan"))
     text.append(f"  version {now.health.weight_version}  open {now.health.requests['open']:,}", "default")
     if before and before.engine and now.engine and before.health.instance == now.health.instance:

@@ -1,10 +1,10 @@
 """The exactness matrix: the same requests run under many circumstances, and every bit is compared with a baseline.
 
-A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts,
-block size, preemption, threads. The baseline serves each request alone with a cold cache. A cell counts only if its
-premises are proven: for example, tokens were reused, the other requests ran in the same steps, or a preemption
-happened. The baseline must prove that each variation of a request had an effect. Each cell gets its own engine; all
-engines share one loaded model.
+A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts, the
+block size, preemption, and the number of threads. The baseline serves each request alone with a cold cache. A cell
+counts only if its premises are proven: for example, that tokens were reused, that the other requests ran in the same
+steps, or that a preemption happened. The baseline must prove that each variation of a request had an effect. Each cell
+gets its own engine; all engines share one loaded model.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ ROUTE_CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A cell's results for the tokens of sample `key`, from token `start` on.
+    """A cell's results for the tokens of the sample `key`, from token `start` on.
 
     - `rows`: the array of `rows_of`
     - `end`: finish reason and stop reason of a sample; None for a score
@@ -110,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell: numbers of compared samples and tokens, and the sum of `count_differences` over them."""
+    """The result of a cell: the numbers of compared samples and tokens, and the total of `count_differences`."""
 
     cell: Cell
     samples: int
@@ -169,12 +169,12 @@ class _Lab:
             )
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
-        # For a starved cell: the blocks of all prompts, and one more for each request. All requests can start together,
-        # but then outgrow the blocks.
+        # A starved cell gets the blocks of all prompts, and one more block for each request. So all requests can start
+        # together, but then they outgrow the blocks.
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects)
-        # A step cannot have more tokens, and a GPU compiles and plans for as many as the engine allows.
+        # A step cannot have more tokens than this, and a GPU compiles and plans for as many as the engine allows.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
         return EngineConfig(
             model=self.config.model,
@@ -207,7 +207,7 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the subjects in batches of the size that the cell wants, filled up with fillers around them."""
+        """Yield the subjects in batches. Fillers bring each batch to the size that the cell wants."""
         subjects = self.subjects
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
@@ -249,7 +249,7 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
 def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
     """Serve all requests at once until they finish.
 
-    After `lose_all_after` steps, all running requests are recomputed, like after a commit of weights.
+    After `lose_all_after` steps, all running requests are recomputed, as after a commit of weights.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:
@@ -286,7 +286,7 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
-    """Return everything that is recorded for the tokens, int32 [num_tokens, width]: ids, and the bits of all numbers.
+    """Return all records of the tokens as int32 [num_tokens, width]: their ids, and the bits of all numbers.
 
     The tokens of a score are the last ones of its sequence.
     """
@@ -313,8 +313,8 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
     """Return the number of tokens with any different bit in their record.
 
-    A missing token counts as a difference, and so does a different end of the sample. Tokens with different routes,
-    including tokens of the prompt, count in addition.
+    A missing token counts as a difference, and so does a different end of the sample. Each token with different routes,
+    including tokens of the prompt, counts once more.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
     other_end = piece.end is not None and piece.end != _end(expected)
@@ -357,7 +357,7 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
 
 
 def make_table(results: Sequence[CellResult], title: str) -> Table:
-    """Return a table with a row for each cell. Failed premises are on lines of their own."""
+    """Return a table with a row for each cell. Each failed premise is on a separate line."""
     table = Table("circumstances", "samples", "tokens", "differences", "premises", title=title)
     for result in results:
         premises = ", ".join(f"{p.name} {p.seen}" for p in result.premises if p.seen and p.holds)

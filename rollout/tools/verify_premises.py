@@ -1,7 +1,7 @@
-"""The premises of the exactness matrix: what cells and the baseline claim, and the evidence for it.
+"""The premises of the exactness matrix: the claims of the cells and of the baseline, and the evidence for them.
 
 A cell claims its circumstances, and the baseline claims that each way to sample had an effect. The evidence is the
-engine's counters before and after every step, and its outputs. Pure functions; nothing is run here.
+engine's outputs, and its counters before and after every step. Pure functions; nothing is run here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ UNLIMITED = 2**20
 
 @dataclass(frozen=True)
 class Cell:
-    """One set of circumstances. The defaults are the baseline's.
+    """One set of circumstances. The defaults are the circumstances of the baseline.
 
-    - `others`: number of requests that are served along with each request
+    - `others`: number of requests that are served together with each request
     - `budget`: maximum number of tokens in a step
     - `num_reread`: number of decoded tokens that are read again as part of a prompt
     - `is_starved`: there are too few KV blocks for all running requests
@@ -29,8 +29,8 @@ class Cell:
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
     - `states`: for models with recurrent layers, what must happen to checkpoints
-    - `routes`: for models with experts, whether a warm cache has the chosen experts: `unknown` (it does not), or
-      `added` (a later request has added them)
+    - `routes`: for models with experts, whether a warm cache has the chosen experts: `unknown` (it does not have them)
+      or `added` (a later request has added them)
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt, or the largest number that a score request computes."""
+        """Number of tokens of the longest prompt, or the largest number of tokens that a score request computes."""
         return max(
             len(r.prompt_token_ids) if isinstance(r, GenerateRequest) else len(r.token_ids) - 1 for r in self.requests
         )
@@ -103,8 +103,8 @@ class Run:
     def reused(self) -> int:
         """Number of prompt tokens found in the cache.
 
-        Requests that joined a running computation of their prompt do not count. They report all tokens as cached, while
-        a lookup never finds the last token.
+        Requests that joined a running computation of their prompt do not count. They are recognized because they report
+        all tokens as cached, while a lookup never finds the last token.
         """
         lengths = {r.id: len(r.prompt_token_ids) for r in self.requests if isinstance(r, GenerateRequest)}
         return sum(s.num_cached_tokens for s in self.samples if s.num_cached_tokens < lengths[s.request_id])
@@ -135,8 +135,8 @@ class Run:
     def together(self) -> int:
         """Maximum number of samples that decoded in one step.
 
-        It is the number of decoded tokens, but at most the number of sequences that ran before the step, since a
-        preempted sample recomputes several tokens. Score requests do not decode; for them it is the number of requests
+        The number is that of the decoded tokens, but at most that of the sequences that ran before the step, since a
+        preempted sample recomputes several tokens. Score requests do not decode; their number is that of the requests
         that must have shared a step.
         """
         if not self.samples:
@@ -151,7 +151,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Premise:
-    """A circumstance, the number that was seen for it, and whether this matches the claim."""
+    """A circumstance, the number that was observed for it, and whether this number matches the claim."""
 
     name: str
     seen: int
@@ -168,7 +168,7 @@ _STATE_COUNTERS = {
 
 
 def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
-    """Return all premises of a cell from its `runs`.
+    """Return all premises of a cell, checked on its `runs`.
 
     `num_threads`: number of threads during the runs. `cuts`: prompts are also split at checkpoints.
     """
@@ -280,9 +280,9 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     """Return the premise about the number of chunks per prompt.
 
-    The number must be exactly what the budget implies if one sample runs alone, and otherwise at least that. A waiting
-    sample of a group recomputes the end of its prompt, which adds chunks. With a warm cache there is little to split,
-    so the number is not checked.
+    If a sample runs alone, the number must be exactly the number that the budget implies. Otherwise it may be larger,
+    because a waiting sample of a group recomputes the end of its prompt, which adds chunks. With a warm cache there is
+    little to split, so the number is not checked.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]

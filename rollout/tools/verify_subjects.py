@@ -1,8 +1,8 @@
-"""The requests of the exactness matrix: the compared ways to sample, and fillers that run along with them.
+"""The requests of the exactness matrix: requests for each way to sample, and fillers that run beside them.
 
-Owns the requests, but not how they are served. A variation has the prompt and seed of another request, so that its
-effect shows in comparison. The stop tokens and stop strings of variations come from what the model generates without
-them.
+Owns the requests, but not how they are served. A variation has the prompt and seed of another request, so that a
+comparison of the two shows its effect. The stop tokens and stop strings of variations are taken from the text that the
+model generates without them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Sizes:
 
     - `prompt_lengths`: each length has a greedy and a seeded request
     - `max_tokens`: new tokens of each sample
-    - `longest_token_by_token`: longer prompts are left out of the cell that computes one token in each step
-    - `varied_length`: length of the prompt that is also used for all variations of sampling
+    - `longest_token_by_token`: maximum length of a prompt in the cell that computes one token in each step
+    - `varied_length`: length of the prompt that all variations of sampling use
     """
 
     prompt_lengths: tuple[int, ...] = (530, 121, 64, 5)
@@ -53,9 +53,9 @@ class Sizes:
 
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
-    """Return a request with each of SAMPLINGS for each prompt, and the plain group as the last request.
+    """Return a request for each prompt with each of SAMPLINGS, and the plain group as the last request.
 
-    Prompts are random but always the same. `routes`: all requests ask for routed experts.
+    Prompts are random but always the same. `routes`: request the routed experts of all tokens.
     """
     update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path)
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")
     yield _delay(plain, serve)
     stop = () if stop_string_obstacle(folder) else (_find_text(load_vocabulary(folder), serve(seeded).token_ids),)
-    # With a minimum it does not end before it has decoded in a step with the next request.
+    # `min_tokens` keeps the request running until it has decoded in a step together with the next request.
     yield _vary(seeded, "raw", logprobs="raw", top_logprobs=4, min_tokens=2, stop=stop)
 
 
@@ -99,10 +99,10 @@ def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest
 
 
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
-    """Return the plain request with two kinds of stop tokens: one that `min_tokens` delays, and one that ends it.
+    """Return the plain request with two stop tokens: `min_tokens` delays the first, and the second ends the sample.
 
     The first is the token with which the plain sample begins. The second is a late token of the sample. If that token
-    also occurs within the first `min_tokens`, it is banned there and the sample changes, so the search goes on.
+    also occurs among the first `min_tokens` tokens, it is banned there and the sample changes, so the search goes on.
     """
     stop_tokens = set(serve(plain).token_ids[:1])
     while True:
@@ -115,13 +115,13 @@ def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
 
 
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
-    """Return up to two characters from the text of all but the last tokens, or a line break if it has none."""
+    """Return up to two characters from the text of all but the last tokens, or a line break if there is no text."""
     whole = [part for part in vocabulary.decode(token_ids[:-3]).split("\ufffd") if part]
     return whole[-1][-2:] if whole else "\n"
 
 
 def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """Return requests that only run along with the others, with prompts of 3 to 40 tokens."""
+    """Return requests that only run beside the compared requests, with prompts of 3 to 40 tokens."""
     generator = np.random.default_rng(1)
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=sizes.max_tokens)
     prompts = [generator.integers(0, vocab_size, 3 + 7 * i % 38, np.int32) for i in range(count)]

@@ -161,10 +161,10 @@ def test_a_killed_trainer_or_worker_does_not_change_the_samples(run_with_own_wor
 def test_processes_and_event_loops_have_clients_of_their_own(run: Run) -> None:
     text = run("processes")
     assert "4 items from two processes with a client each: the same tokens" in text
-    assert re.search(r"in a forked process: client: was made in process (\d+) and cannot be used", text)
+    assert re.search(r"in a forked process: client: it was made in process (\d+) and cannot be used", text)
     assert "in the process that made it: ready\n" in text
     assert "in the loop of its first call: ready\n" in text
-    assert "in another loop: client: was called in another event loop than that of its first call" in text
+    assert "in another loop: client: this is not the event loop of its first call" in text
 
 
 def test_a_trainer_computes_each_kind_of_log_probs(run: Run) -> None:

@@ -100,7 +100,7 @@ def test_another_backend_is_found(model: Any, client: RolloutClient) -> None:
     unalign(model)
     align(model, "reference")
     text = the_cause(run(model, client), "backend")
-    assert 'the worker uses the backend cpu, the trainer reference; call align(model, "cpu")' in text
+    assert 'the worker uses the backend cpu, the trainer uses reference; call align(model, "cpu")' in text
 
 
 def test_another_instruction_set_is_found(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_another_instruction_set_is_found(model: Any, client: RolloutClient, mon
     assert best != "portable", "premise: the worker uses a better instruction set"
     with Implementation("cpu", "portable").chosen():
         text = the_cause(run(model, client), "instruction set")
-    assert f"the worker uses the instruction set {best}, the trainer portable; set TRUEROLL_CPU_ISA" in text
+    assert f"the worker uses the instruction set {best}, the trainer uses portable; set TRUEROLL_CPU_ISA" in text
 
 
 def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:
@@ -149,16 +149,18 @@ def test_the_command_compares_a_checkpoint_with_the_served_weights(
 def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:
     """Weights are compared nevertheless."""
     text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
-    assert text.startswith("a DataParallel wraps the aligned model") and "compute them by token_log_probs" in text
+    assert text.startswith("a DataParallel wraps the aligned model") and "compute them with token_log_probs" in text
 
 
 def test_inputs_that_cannot_be_compared_are_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
     small = make_tiny_model("llama", tmp_path / "small", vocab_size=64)
-    with pytest.raises(ConfigError, match="model: its vocabulary has 64 tokens, the worker's has 512"):
+    with pytest.raises(ConfigError, match="model: its vocabulary has 64 tokens, but the worker's has 512"):
         run(AutoModelForCausalLM.from_pretrained(small), client)
-    with pytest.raises(ConfigError, match="prompts: there are none; give token ids"):
+    with pytest.raises(ConfigError, match="prompts: the list is empty; give at least one prompt"):
         audit(model, client, [])
-    with pytest.raises(ConfigError, match=r"log_probs: expected the shape of input_ids, \[6, 29\], found \[6, 28\]"):
+    with pytest.raises(
+        ConfigError, match=r"log_probs: must return the shape of input_ids, \[6, 29\] \(got \[6, 28\]\)"
+    ):
         run(model, client, log_probs=lambda ids, mask: torch.zeros(len(ids), ids.shape[1] - 1))
 
 
@@ -213,4 +215,4 @@ def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None
             return token_log_probs(model, ids, mask)
 
         text = the_cause(run(model, client, log_probs=pushing), "version")
-        assert text == "the worker served versions [1, 2] during the audit; audit while nobody pushes"
+        assert text == "the worker served versions [1, 2] during the audit; audit again without pushes"

@@ -159,12 +159,12 @@ def fail(**_: Any) -> list[float]:
     ("reward", "rows", "error", "message"),
     [
         (fail, ROWS, ValueError, "no opinion"),
-        (lambda **_: [1.0], ROWS, ConfigError, "expected 2 rewards, one for each sample, found 1"),
-        (lambda **_: None, ROWS, ConfigError, "expected 2 numbers, found None"),
-        (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "expected 2 numbers, found"),
-        (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "expected finite rewards, found"),
+        (lambda **_: [1.0], ROWS, ConfigError, "must return 2 rewards, one for each sample"),
+        (lambda **_: None, ROWS, ConfigError, "must return 2 numbers"),
+        (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "must return 2 numbers"),
+        (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "must return finite rewards"),
         (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
-        (num_vowels, [], ConfigError, "train_dataset: it has no rows, or cannot be iterated again"),
+        (num_vowels, [], ConfigError, "train_dataset: it has no rows, or it cannot be iterated again"),
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
     ],
 )
@@ -211,7 +211,7 @@ def test_stop_waits_a_limited_time_for_a_hanging_reward_function(
         assert hangs.wait(60.0)
         with monkeypatch.context() as patch:
             patch.setattr(async_grpo, "STOP_SECONDS", 0.2)
-            with pytest.raises(DeadlineError, match="a reward function has not returned within 0.2 s"):
+            with pytest.raises(DeadlineError, match="a reward function did not return within 0.2 s"):
                 worker.stop()
         goes_on.set()
 
@@ -224,9 +224,7 @@ def test_a_worker_with_older_weights_than_the_pushed_ones_is_noticed(
         pushed = tiny_served.engine.weight_version + 1
         worker.update_model_version(pushed)
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(
-            WeightsError, match=f"expected weights of version {pushed} to {pushed + 1}, found {pushed - 1}"
-        ):
+        with pytest.raises(WeightsError, match=f"its weights have version {pushed - 1}, not {pushed} to {pushed + 1}"):
             until_unhealthy(worker, stale_after_s=60.0)
 
 
@@ -238,7 +236,7 @@ def test_weights_pushed_by_another_trainer_are_noticed(
         served = tiny_served.engine.weight_version
         worker._model_version = served - 2
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(WeightsError, match=f"expected weights of version .* to {served - 1}, found {served}"):
+        with pytest.raises(WeightsError, match=f"its weights have version {served}, not .* to {served - 1}"):
             until_unhealthy(worker, stale_after_s=60.0)
 
 
@@ -298,13 +296,13 @@ def test_max_inflight_tasks_must_be_positive(tiny_llama: Path, tmp_path: Path) -
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     args = settings(tmp_path, max_inflight_tasks=-1)
     worker = TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])
-    with pytest.raises(ConfigError, match="max_inflight_tasks: expected at least 1, found -1"):
+    with pytest.raises(ConfigError, match=r"max_inflight_tasks: must be at least 1 \(got -1\)"):
         worker.start()
 
 
 def test_reward_functions_are_required(tiny_llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    with pytest.raises(ConfigError, match="reward_funcs: there are none; give at least one"):
+    with pytest.raises(ConfigError, match="reward_funcs: the list is empty; give at least one"):
         TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path), tokenizer, ROWS, [])
 
 
@@ -313,7 +311,7 @@ def test_reward_functions_are_required(tiny_llama: Path, tmp_path: Path) -> None
     [
         (dict(max_staleness=0), "max_staleness: 0 is too low, .* set it to at least 1"),
         (dict(max_staleness=1, token_budget=64), "max_staleness: 1 is too low, .* set it to at least 2"),
-        (dict(token_budget=None), "token_budget: with None TRL would ask a vLLM server"),
+        (dict(token_budget=None), "token_budget: with None TRL would query a vLLM server"),
     ],
 )
 def test_invalid_settings_are_refused(changes: dict[str, Any], message: str, tiny_llama: Path, tmp_path: Path) -> None:

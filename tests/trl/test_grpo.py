@@ -108,7 +108,7 @@ def test_after_each_push_the_workers_weights_equal_the_trainers_to_the_bit(train
 
 def test_a_skipped_push_is_detected(trained: Trained) -> None:
     trained.publisher.skips = True
-    with pytest.raises(WeightsError, match=f"expected weights of version {STEPS + 1}, found {STEPS}"):
+    with pytest.raises(WeightsError, match=f"its weights have version {STEPS}, not {STEPS + 1}"):
         trained.trainer.train()
     names = trained.publisher.served.engine.weights.shapes.keys()
     assert set(trained.publisher.differing[-1]) == names  # the last update changed every parameter
@@ -287,14 +287,14 @@ def test_samples_of_weights_from_another_trainer_are_refused(tiny_llama: Path, t
         roll_out = rollout_func(client, publisher)
         roll_out(["ab"], trainer)
         publisher.push(trainer.model, version=77)
-        with pytest.raises(WeightsError, match="expected weights of version 1, found 77"):
+        with pytest.raises(WeightsError, match="its weights have version 77, not 1"):
             roll_out(["ab"], trainer)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_processes=2), "expected one process, found 2"),
+        (dict(num_processes=2), "must run in one process"),
         (dict(repetition_penalty=1.1), r"repetition_penalty is not supported \(got 1.1\)"),
         (dict(generation_kwargs={"beams": 2}), "beams: unknown parameter"),
         (dict(generation_kwargs={"n": 2, "top_k": 3}), "generation_kwargs must not set n: TRL"),
@@ -319,7 +319,7 @@ def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_processes=2), "expected one process, found 2"),
+        (dict(num_processes=2), "must run in one process"),
         (dict(structured_outputs_regex="a+"), "vllm_structured_outputs_regex is not supported"),
         (dict(repetition_penalty=1.1), r"repetition_penalty is not supported \(got 1.1\)"),
     ],
@@ -344,7 +344,7 @@ def test_an_aborted_or_failed_sample_is_refused(reason: Any, error: str | None) 
     ids: Any = np.array([4], np.int32)
     logprobs = np.array([-1.0], np.float32)
     sample = SampleOutput("id", 0, ids, logprobs, reason, 7, 0, (WeightSpan(1, 0, 1),), error)
-    with pytest.raises(TruerollError, match=f"finish reason {reason} .*{error or 'a client aborted it'}"):
+    with pytest.raises(TruerollError, match=f"finish reason {reason} .*{error or 'aborted by a client'}"):
         check_samples([sample], oldest=1, newest=1)
 
 
@@ -361,4 +361,4 @@ def test_without_trl_the_import_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['trl'] = None; import trueroll.rollout.integrations.trl"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "TrlMissingError: trl: expected version 1.16, found:" in done.stderr and "trueroll[trl]" in done.stderr
+    assert "TrlMissingError: trl: version 1.16 is required" in done.stderr and "trueroll[trl]" in done.stderr

@@ -1,4 +1,5 @@
-"""TRL's trainers on trueroll workers: two ways to use `GRPOTrainer`, also aligned, and one to use `AsyncGRPOTrainer`.
+"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, each also with an aligned model, and
+`AsyncGRPOTrainer`.
 
 Requires the extra `trl`.
 """

@@ -1,9 +1,9 @@
 """`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns the alignment of policy and reference model, before TRL changes them, and the log-probs and entropies of the loss.
-Does not own the generation of samples (see `trueroll_generation`). Promises that TRL's
+Owns the alignment of policy and reference model, which must happen before TRL changes them, and the log-probs and
+entropies of the loss. Does not own the generation of samples (see `trueroll_generation`). Promises that TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
-setting that would break this raises ConfigError.
+setting that would break this promise raises ConfigError.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .grpo import grpo_trainer
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     """TRL's `GRPOTrainer` with an aligned model and reference model, with or without PEFT. Takes the same arguments.
 
-    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, float32 for float32 parameters without
-    it. Raise AlignmentError for a model that `align` refuses. Raise ConfigError for settings of TRL under which the
-    loss uses other log-probs.
+    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`; without it, float32 for float32
+    parameters. Raise AlignmentError for a model that `align` refuses. Raise ConfigError for settings of TRL with which
+    the loss would use different log-probs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -36,7 +36,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @contextlib.contextmanager
     def _aligned(self) -> Iterator[None]:
-        """Inside, align TRL's models where TRL would replace their heads, before accelerate wraps them."""
+        """Context manager in which TRL aligns its models, before accelerate wraps them, instead of replacing their
+        heads.
+        """
         original = grpo_trainer.add_fused_lm_head
 
         def align_instead(model: Any, **_: Any) -> None:
@@ -62,10 +64,11 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
-        Both are float32 [B, logits_to_keep]. Entropies have no gradient. Computes chunks of `batch_size` rows.
+        Log-probs and entropies are float32 [B, logits_to_keep]. Entropies have no gradient. Rows are computed in chunks
+        of `batch_size`.
         """
         if given := [name for name, value in inputs.items() if value is not None]:
-            raise ConfigError(f"inputs: {', '.join(given)} is not supported, only text; remove images")
+            raise ConfigError(f"inputs: {', '.join(given)} is not supported; use text only, without images")
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)
         wanted[:, :-logits_to_keep] = False
         parts = []
@@ -88,7 +91,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 
 def _trainer_temperature(trainer: Any) -> float:
-    """Return the temperature of the samples' log-probs. Raise ConfigError if TRL would train on other log-probs."""
+    """Return the temperature of the samples' log-probs. Raise ConfigError if TRL would train on different log-probs."""
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
         ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),

@@ -4,8 +4,8 @@ Owns the thread that generates and scores groups, the queue of scored samples, a
 own the worker process, the model or the publisher's settings. Promises:
 
 - Groups come in the order of the dataset, and their seeds depend on the trainer's seed.
-- No sample is older than its reported version; otherwise WeightsError is raised.
-- A failure on the thread is logged, and raised in the trainer when it runs out of samples.
+- No token of a sample comes from weights older than the sample's reported version; otherwise WeightsError is raised.
+- A failure on the thread is logged, and raised in the trainer when the trainer runs out of samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 POLL_SECONDS = 0.2
-"""Seconds between checks for room, for a stop and for the worker's progress, while the thread is idle."""
+"""Seconds between the checks of an idle thread: for room, for a stop, and for the worker's progress."""
 STOP_SECONDS = 60.0
 """Seconds for which `stop` waits for a running reward function."""
 
@@ -52,7 +52,7 @@ class TruerollWeightTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """Begin a training: the next push is version 1. Raise TrlMissingError if TRL requires unknown methods."""
+        """Begin a training run: the next push is version 1. Raise TrlMissingError if TRL requires unknown methods."""
         trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
         check_protocol(trainer.WeightTransferProtocol, TRANSFER)
         check_protocol(trainer.RolloutWorkerProtocol, WORKER)
@@ -62,39 +62,40 @@ class TruerollWeightTransfer:
         """Do nothing: a worker keeps generating while it receives weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push the tensors from TRL as the next version. TRL counts versions in the same way."""
+        """Push the tensors from TRL as the next version. TRL counts the versions in the same way."""
         self._version += 1
-        # The worker may serve a version of an earlier training, which also counted from 1.
+        # The worker may serve a version of an earlier training run, which also counted from 1.
         self._publisher.push(iterator, self._version, allow_older=self._version == 1)
 
     def resume(self) -> None:
         """Do nothing: the push has already switched the worker to the new weights."""
 
     def destroy(self) -> None:
-        """Disconnect from the worker at the end of the training. The worker keeps running."""
+        """Disconnect from the worker at the end of the training run. The worker keeps running."""
         self._publisher.close()
 
 
 class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    Use it with a `TruerollWeightTransfer` to the same worker, and for one call of `train`. A training that resumes from
-    a checkpoint starts the dataset and the seeds again.
+    Use it with a `TruerollWeightTransfer` to the same worker, and for one call of `train`. If training resumes from a
+    checkpoint, the dataset and the seeds start again from the beginning.
 
-    - `client`: used by this object only, and closed when the training ends
+    - `client`: a client that only this object uses. It is closed when the training run ends.
     - `args`: the trainer's own arguments, with a `token_budget`
     - `train_dataset`: rows with a `prompt`, iterated again and again
     - `reward_funcs`: functions or coroutine functions. They are called on another thread for one group at a time, with
       `prompts`, `completions` (texts, or messages if the prompt is a conversation), `completion_ids` and the other
       columns of the dataset, each with one entry per sample. They return a number for each sample, or None if they
-      cannot judge it.
+      cannot score it.
 
-    The reward is the sum over the functions. The advantage is the distance of the reward from the mean of its group, in
-    standard deviations.
+    The reward of a sample is the sum over the functions. The advantage is the distance of the reward from the mean of
+    its group, in standard deviations.
 
-    No token is trained on with weights more than `args.max_staleness` versions newer than the weights of the token. TRL
-    takes samples before it trains on them, so samples that would be too old by then are dropped. Raise ConfigError if
-    no sample can be fresh enough, if `token_budget` is None, or for settings that a worker does not support.
+    When a token is trained on, the trainer's weights are at most `args.max_staleness` versions newer than the weights
+    that generated the token. TRL takes samples some time before it trains on them, so samples that would be too old by
+    then are dropped. Raise ConfigError if no sample can be fresh enough, if `token_budget` is None, or for settings
+    that a worker does not support.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class TruerollWorker:
         self._dataset = train_dataset
         self._reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
         if not self._reward_funcs:
-            raise ConfigError("reward_funcs: there are none; give at least one")
+            raise ConfigError("reward_funcs: the list is empty; give at least one function")
         self._params = sampling_params(vars(args), [processing_class.eos_token_id])
         self._staleness_when_taken = _staleness_when_taken(args)
         self._model_version = 0
@@ -126,8 +127,8 @@ class TruerollWorker:
         """Start generating. Raise ConfigError if `max_inflight_tasks` allows no sample in flight."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
-                f"max_inflight_tasks: expected at least 1, found {self._args.max_inflight_tasks}; set it, or give this "
-                "worker the trainer's own args, in which TRL sets it"
+                f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it, or pass the "
+                "trainer's own args, in which TRL sets it"
             )
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trueroll-rollouts", daemon=True)
@@ -140,21 +141,21 @@ class TruerollWorker:
             return
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineError(f"rollouts: a reward function has not returned within {STOP_SECONDS} s; make it return")
+            raise DeadlineError(f"rollouts: a reward function did not return within {STOP_SECONDS} s; make it return")
 
     def update_model_version(self, model_version: int) -> None:
         """Note that the trainer has pushed this version."""
         self._model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended generation or scoring, or DeadlineError without progress for `stale_after_s`."""
+        """Raise the error that ended generation or scoring, or DeadlineError after `stale_after_s` without progress."""
         if self._failure is not None:
             raise self._failure
         silence = time.monotonic() - self._progress_at
         if silence > stale_after_s:
             raise DeadlineError(
                 f"rollouts: no progress for {silence:.0f} s (heartbeat_stale_after_s = {stale_after_s}); the worker or "
-                "a reward function hangs: look at the worker with `trueroll top`"
+                "a reward function hangs; check the worker with `trueroll top`"
             )
 
     def _is_fresh(self, sample: RolloutSample) -> bool:
@@ -194,18 +195,18 @@ class TruerollWorker:
 
     async def _generate(self, group_id: int, row: Mapping[str, Any]) -> Group:
         pushed = self._model_version
-        # TRL has already parsed a string to a dict.
+        # TRL has already parsed a string into a dict.
         options = cast(dict[str, Any], self._args.chat_template_kwargs or {})
         prompt_ids = encode(self._tokenizer, row["prompt"], options)
         fields = {"n": self._args.num_generations, "seed": derive_seed(self._args.seed, group_id)}
         [answer] = await self._client.generate([prompt_ids], self._params.model_copy(update=fields))
-        # A worker serves a push before the trainer reports it.
+        # A worker serves a push before the trainer reports the version.
         check_samples(answer.samples, oldest=pushed, newest=self._model_version + 1)
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in answer.samples]
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
 
     async def _deliver_first(self, groups: deque[asyncio.Task[Group]]) -> None:
-        """Score the oldest group and hand it over, if it is there; otherwise note whether the worker makes progress."""
+        """If the oldest group has arrived, score it and hand it over. Otherwise note if the worker makes progress."""
         if not (await asyncio.wait([groups[0]], timeout=POLL_SECONDS))[0]:
             await self._note_progress()
             return
@@ -239,12 +240,12 @@ class _FreshQueue(queue.Queue[Any]):
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
     """Return how many versions older than the trainer's weights a sample may be when TRL takes it."""
     if args.token_budget is None:
-        raise ConfigError("token_budget: with None TRL would ask a vLLM server; set a number, or 0 for no budget")
+        raise ConfigError("token_budget: with None TRL would query a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
     if args.max_staleness < ahead:
         raise ConfigError(
-            f"max_staleness: {args.max_staleness} is too low, since TRL takes samples {ahead} versions ahead with "
-            f"these settings; set it to at least {ahead}"
+            f"max_staleness: {args.max_staleness} is too low, since with these settings TRL takes samples {ahead} "
+            f"versions before it trains on them; set it to at least {ahead}"
         )
     return args.max_staleness - ahead
 
@@ -267,4 +268,4 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: it has no rows, or cannot be iterated again; give a list")
+            raise ConfigError("train_dataset: it has no rows, or it cannot be iterated again; give a list")

@@ -1,4 +1,4 @@
-"""Shared parts of the TRL integrations: translation of settings, prompts as token ids, checks of samples."""
+"""Shared parts of the TRL integrations: translation of settings, encoding of prompts, checks of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WeightsError(TruerollError):
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
     """Return sampling parameters from the settings of a TRL trainer. `generation_kwargs` override them, as in TRL.
 
-    Raise ConfigError for settings that a worker does not support, and TrlMissingError for missing ones.
+    Raise ConfigError for settings that a worker does not support, and TrlMissingError for missing settings.
     """
     if missing := [name for name in _SETTINGS if name not in settings]:
         raise TrlMissingError(untested("trl", f"the trainer's settings no longer have {', '.join(missing)}"))
@@ -61,21 +61,20 @@ def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[
 def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> None:
     """Check that all samples finished normally with weights of versions `oldest` to `newest`, both inclusive.
 
-    Raise TruerollError for a sample with another finish reason, and WeightsError for other weights.
+    Raise TruerollError for a sample that did not finish normally, and WeightsError for a sample from other weights.
     """
     expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     for sample in samples:
         if sample.finish_reason not in ("stop", "length"):
             raise TruerollError(
-                f"sample: it did not finish normally: finish reason {sample.finish_reason} "
-                f"({sample.error or 'a client aborted it, or a push with in_flight abort'}); see the worker's log"
+                f"sample: it ended with finish reason {sample.finish_reason} "
+                f"({sample.error or 'aborted by a client, or by a push with in_flight abort'}); see the worker's log"
             )
         for span in sample.weight_versions:
             if not oldest <= span.version <= newest:
                 raise WeightsError(
-                    f"sample: expected weights of version {expected}, found {span.version}: the worker was restarted, "
-                    "or another program pushed to it; connect the publisher to this worker, and push only from the "
-                    "trainer"
+                    f"sample: its weights have version {span.version}, not {expected}: the worker was restarted, or "
+                    "another program pushed to it; connect the publisher to this worker, and push only from the trainer"
                 )
 
 

@@ -1,8 +1,8 @@
 """`GRPOTrainer` on a trueroll worker: as its rollout function, or in place of vLLM.
 
-Owns the time of pushes and the seed of each group. Does not own the client and the publisher, which callers create and
-close. Promises that every sample comes from the last pushed weights, or WeightsError is raised, and that the same seed
-of the trainer gives the same samples.
+Owns the times of pushes and the seed of each group. Does not own the client and the publisher, which callers create and
+close. Promises that every sample comes from the last pushed weights; otherwise WeightsError is raised. The same seed of
+the trainer gives the same samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .seams import TrlMissingError, check_grpo
 try:
     grpo_trainer: Any = importlib.import_module("trl.trainer.grpo_trainer")
 except ImportError as error:
-    raise TrlMissingError(f"trl: expected version 1.16, found: {error}; run `pip install 'trueroll[trl]'`") from error
+    raise TrlMissingError(f"trl: version 1.16 is required ({error}); run `pip install 'trueroll[trl]'`") from error
 check_grpo(grpo_trainer)
 
 RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
@@ -47,9 +47,9 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
         nonlocal pushed_state, pushed_version
         _check_single_process(trainer.accelerator)
         state, version = trainer.state, trainer.state.global_step + 1  # a worker without pushes serves version 0
-        if state is not pushed_state or version != pushed_version:  # a different state means another training
+        if state is not pushed_state or version != pushed_version:  # a different state means another training run
             model, is_new = trainer.accelerator.unwrap_model(trainer.model), state is not pushed_state
-            publisher.push(model, version, allow_older=is_new)  # another training starts counting again
+            publisher.push(model, version, allow_older=is_new)  # another training run counts from 1 again
             pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
@@ -63,11 +63,11 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
 
 @contextlib.contextmanager
 def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> Iterator[None]:
-    """Inside, each new `GRPOTrainer` with `use_vllm=True, vllm_mode="server"` uses trueroll in place of vLLM.
+    """Context manager in which each new `GRPOTrainer(use_vllm=True, vllm_mode="server")` uses trueroll instead of vLLM.
 
-    TRL then corrects by the ratio between the trainer's log-probs and the worker's, and reports their difference as
-    `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration` replaces TRL's own class. Trainers
-    created inside keep it afterwards. `client`, `publisher`: connected to the same worker.
+    TRL then applies its importance sampling correction to the worker's log-probs, and reports their difference from the
+    trainer's as `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration` replaces TRL's own class.
+    Trainers that are created inside keep it afterwards. `client`, `publisher`: connected to the same worker.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
@@ -80,8 +80,8 @@ def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> It
 class TruerollGeneration:
     """The generation backend of `GRPOTrainer`, see `trueroll_generation`.
 
-    TRL creates it and passes the arguments from `model` on. Raise ConfigError for a trainer with several processes and
-    for settings that a worker does not support.
+    TRL creates it and passes `model` and the arguments after it. Raise ConfigError for a trainer with several processes
+    and for settings that a worker does not support.
     """
 
     def __init__(
@@ -115,10 +115,11 @@ class TruerollGeneration:
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Return one sample for each of the B prompts, in which each prompt is repeated `num_generations` times.
+        """Return one sample for each of the B prompts. Each prompt comes `num_generations` times in a row.
 
         Return four values: the prompts; the token ids [B][T], where T is the length of each sample; the log-probs
-        [B][T][1], since vLLM can return several per position; and None for the ids of such additional tokens.
+        [B][T][1], because vLLM can return several log-probs per position; and None for the token ids of the additional
+        log-probs.
         """
         if images is not None:
             raise ConfigError("prompts: images are not supported; remove them")
@@ -131,8 +132,8 @@ class TruerollGeneration:
 def _check_single_process(accelerator: Any) -> None:
     if accelerator.num_processes != 1:
         raise ConfigError(
-            f"trainer: expected one process, found {accelerator.num_processes}; start it without a launcher, or use "
-            "AsyncGRPOTrainer, which generates in one process for all"
+            f"trainer: must run in one process (got {accelerator.num_processes}); start it without a launcher, or use "
+            "AsyncGRPOTrainer, which generates in one process for all processes"
         )
 
 
@@ -141,8 +142,8 @@ def _sample_each(
 ) -> list[SampleOutput]:
     """Return one sample for each prompt, from weights of `version`.
 
-    Equal adjacent prompts are one group. torch's generator gives each group its seed, so the seeds depend on TRL's seed
-    and continue after a resume from a checkpoint.
+    Equal adjacent prompts form one group. The seed of each group comes from torch's random number generator, so the
+    seeds depend on TRL's seed, and their sequence continues when training resumes from a checkpoint.
     """
     runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
     seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()

@@ -46,7 +46,7 @@ class Group:
 
 
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
-    """Return the rewards of `func` for each sample, with NaN for None. `func` may be a coroutine function.
+    """Return the reward that `func` gives each sample, with NaN for None. `func` may be a coroutine function.
 
     Raise ConfigError unless it returns one finite number or None for each sample.
     """
@@ -61,16 +61,20 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
     try:
         rewards = [float("nan") if value is None else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name_of(func)}: expected {count} numbers, found {values!r:.80} ({error})") from error
+        raise ConfigError(f"{name_of(func)}: must return {count} numbers (got {values!r:.80}: {error})") from error
     if len(rewards) != count:
-        raise ConfigError(f"{name_of(func)}: expected {count} rewards, one for each sample, found {len(rewards)}")
+        raise ConfigError(f"{name_of(func)}: must return {count} rewards, one for each sample (got {len(rewards)})")
     if any(map(math.isinf, rewards)):
-        raise ConfigError(f"{name_of(func)}: expected finite rewards, found {rewards!r:.80}; use None for unknown ones")
+        raise ConfigError(
+            f"{name_of(func)}: must return finite rewards (got {rewards!r:.80}); use None for unknown rewards"
+        )
     return rewards
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Convert StopIteration, which a future cannot hold: awaiting it would never end."""
+    """Return the result of `call`. Convert StopIteration to another error: a future cannot hold it, and awaiting such a
+    future would never end.
+    """
     try:
         return call()
     except StopIteration as error:
@@ -80,9 +84,9 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
     """Yield a training row for each sample. A sample without any known reward gets advantage 0.
 
-    `rewards`: float64 [functions, samples], NaN for unknown ones.
+    `rewards`: float64 [num_functions, num_samples], NaN for unknown rewards.
     """
-    # Imported here because the module warns that it is experimental, which does not concern users of GRPOTrainer.
+    # Imported here because importing it warns that it is experimental, which does not concern users of GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
     check_sample(async_rollout_worker.RolloutSample)
@@ -115,7 +119,7 @@ def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray
 
 
 def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[float, float]]:
-    """Return metrics of sample lengths under TRL's names. TRL reports a pair (sum, count) as its mean."""
+    """Return metrics of sample lengths under TRL's names. TRL reports a pair (sum, count) as the mean sum / count."""
     lengths = [len(sample.token_ids) for sample in samples]
     cut_off = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -137,5 +141,5 @@ def name_of(func: RewardFunc) -> str:
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return the sampled text in the form of its prompt: text for text, a message for a conversation."""
+    """Return the sampled text in the form of its prompt: a text for a text, a message for a conversation."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,7 +1,7 @@
 """The places where trueroll plugs into TRL, checked against the installed version of TRL.
 
-An unknown argument from TRL could change what is sampled or trained on. So unknown arguments are an error when the
-integration is imported or created, and they are never silently ignored.
+An unknown argument from TRL could change what is sampled or trained on. So an unknown argument is an error when the
+integration is imported or created. It is never silently ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trueroll.versions import untested
 
 
 class TrlMissingError(TruerollError, ImportError):
-    """TRL is not installed, or its version lacks something that the integration needs."""
+    """TRL is not installed, or its version does not have the interface that the integration needs."""
 
 
 GENERATION = {
@@ -50,8 +50,8 @@ WORKER = ("rollout_buffer", "metrics_queue", "start", "stop", "update_model_vers
 
 
 def check_grpo(module: Any) -> None:
-    """Raise TrlMissingError unless `trl.trainer.grpo_trainer` has everything that trueroll replaces, with the expected
-    arguments.
+    """Raise TrlMissingError unless `trl.trainer.grpo_trainer` has all functions and classes that trueroll replaces,
+    with the expected arguments.
     """
     generation = _found(module, "VLLMGeneration")
     for name, known in GENERATION.items():

@@ -1,7 +1,7 @@
 """verl's server adapter: it pushes the trainer's weights from each trainer process to a worker or a fleet.
 
 Owns the publisher. Does not own the workers, which belong to the server's actor. Promises that `update_weights` returns
-once the workers serve the new weights, under a version that they never had before.
+once the workers serve the new weights, with a version that they never had before.
 """
 
 # pyright: reportMissingImports=false
@@ -55,8 +55,8 @@ class TruerollAdapter(BaseRollout):
     ) -> None:
         """Push whole tensors with their Hugging Face names.
 
-        The version is `global_steps` + 1, since version 0 is the checkpoint. Without `global_steps`, push the weights
-        that the worker dropped in its sleep again, under their old version.
+        The version is `global_steps` + 1, since version 0 is the checkpoint. Without `global_steps`, the weights are
+        those that the worker dropped when it went to sleep, and they get their old version.
         """
         _check_kind(wire_format, peft_config)
         server = await self._server()
@@ -78,15 +78,15 @@ class TruerollAdapter(BaseRollout):
 def _check_kind(wire_format: str, peft_config: Any) -> None:
     if wire_format != "named_tensors":
         raise ConfigError(
-            f"checkpoint_engine.backend: it sends {wire_format}, but a worker needs whole tensors; choose another "
-            "backend"
+            f"checkpoint_engine.backend: this backend sends {wire_format}, but a worker needs whole tensors; choose "
+            "another backend"
         )
     if peft_config is not None:
-        raise ConfigError("model.lora: adapters that are not merged are not supported; set model.lora.merge=True")
+        raise ConfigError("model.lora: unmerged adapters are not supported; set model.lora.merge=True")
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs to another thread. Create them on the loop's thread, which has verl's device and groups."""
+    """Yield the pairs on another thread. They are created on the loop's thread, which has verl's device and groups."""
     pairs = ensure_async_iterator(weights)
 
     async def take() -> tuple[str, torch.Tensor] | None:

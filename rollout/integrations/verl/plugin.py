@@ -1,6 +1,6 @@
 """The plugin that `import verl` loads by the entry point `verl.plugins`. It adds trueroll to verl's two registries.
 
-verl imports plugins in each of its processes, and continues without a plugin that fails.
+verl imports plugins in each of its processes. If a plugin fails, verl continues without it.
 """
 
 # pyright: reportMissingImports=false

@@ -25,11 +25,11 @@ class TruerollReplica(RolloutReplica):
         if self.is_reward_model or self.is_teacher_model:
             raise ConfigError(
                 f"rollout.name: {NAME} serves only the policy, not a reward model or a teacher; choose another engine "
-                "for them"
+                "for these models"
             )
 
     async def launch_servers(self) -> None:
-        """Start the server and return when its worker is ready. Raise the error if it does not start."""
+        """Start the server and return when its worker is ready. Raise the worker's error if it does not start."""
         [trainer] = self.workers
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()

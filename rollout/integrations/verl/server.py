@@ -2,8 +2,8 @@
 
 Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the
 weights: the adapter in the trainer's process pushes them directly to the worker and then notifies this actor. Promises
-that no token comes from weights older than the last push before its request began, and that aborted requests return
-their tokens so far.
+that no token comes from weights older than the last push before the token's request began, and that aborted requests
+return their tokens so far.
 """
 
 # pyright: reportMissingImports=false
@@ -34,7 +34,7 @@ class TruerollServer:
     """The actor's class.
 
     - `config`: verl's RolloutConfig
-    - `model_config`: its `path` is the checkpoint that the worker loads first
+    - `model_config`: verl's model config; its `path` is the checkpoint that the worker loads at first
     - `device`: as for EngineConfig
     - `can_sleep`: whether `sleep` releases memory; otherwise it does nothing
     """
@@ -80,14 +80,14 @@ class TruerollServer:
         StaleWeightsError if the worker was restarted.
         """
         if given := [name for name, value in media.items() if value]:
-            text = f"{', '.join(given)}: a worker supports text only; remove it"
+            text = f"{', '.join(given)}: not supported, because a worker supports text only; remove it"
             raise InvalidRequestError(text, field=given[0])
         prompt = normalize_token_ids(prompt_ids)
         while not self._gate.is_set():
             if self._rejects:
                 return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
             await self._gate.wait()
-        # Nothing else runs on the loop until the client has sent the request, so that an abort includes it.
+        # Nothing else runs on the loop until the client has sent the request, so an abort includes it.
         return await self._sample(request_id, prompt, sampling_params)
 
     async def _sample(self, request_id: str, prompt: list[int], given: dict[str, Any]) -> TokenOutput:
@@ -95,7 +95,7 @@ class TruerollServer:
         [group] = await self._client.generate([prompt], params, min_weight_version=self._version)
         [sample] = group.samples
         if sample.finish_reason == "error":
-            raise TruerollError(f"sample: it ended with an error: {sample.error}; see the worker's log")
+            raise TruerollError(f"sample: generation failed: {sample.error}; see the worker's log")
         return TokenOutput(
             token_ids=sample.token_ids,
             log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
@@ -108,7 +108,7 @@ class TruerollServer:
         """Return the seed of a request; None without `full_determinism`.
 
         With `full_determinism` verl's request ids are not unique, and its requests come in any order. The k-th request
-        with the same id and prompt under the same weights always gets the same seed.
+        with a given id and prompt under given weights always gets the same seed.
         """
         if not self._config.full_determinism:
             return None
@@ -118,9 +118,10 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Return verl's last, smallest and largest step in which the weights of a sample's tokens were pushed.
+        """Return the last, the smallest and the largest step of verl in which the weights of a sample were pushed.
 
-        Return an empty map for a sample without tokens: verl takes the first reported step as the sample's start.
+        Return an empty map for a sample without tokens, because verl takes the first reported step as the sample's
+        start.
         """
         steps = [version - 1 for version in versions]
         if not steps:
@@ -141,7 +142,7 @@ class TruerollServer:
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Release the memory of weights and KV cache. A push must follow, and then running requests continue."""
+        """Release the memory of weights and KV cache. A push must follow. After it, running requests continue."""
         if self._can_sleep:
             await self._client.sleep(level=2)
 

@@ -37,10 +37,11 @@ def check_rollout(config: Any) -> None:
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's workers.
+    """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's number of
+    workers.
 
-    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. They override the
-    others. Raise ConfigError for a number of workers that the device does not allow.
+    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. They override other
+    settings. Raise ConfigError for a number of workers that the device does not allow.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -80,7 +81,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
             text = f"{name} is not supported (got {found}); set it to {value}"
             raise InvalidRequestError(text, field=name, value=found)
     if fields.get("n", 1) != 1:
-        text = f"n: verl takes one sample per request (got {fields['n']}); set it to 1"
+        text = f"n: must be 1, because verl takes one sample per request (got {fields['n']})"
         raise InvalidRequestError(text, field="n", value=fields["n"], limit=1)
     fields["logprobs"] = LOGPROBS_MODES[config.logprobs_mode] if fields.get("logprobs") else None
     fields["max_tokens"] = _max_tokens(fields, config, prompt_len)
@@ -88,11 +89,11 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Return the maximum number of new tokens. Removes it from `fields`, under the name of vLLM or of SGLang."""
+    """Remove the maximum number of new tokens, which has vLLM's or SGLang's name, from `fields` and return it."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"prompt: {prompt_len} tokens leave no room for a response in max_model_len = {max_model_len(config)}; "
+            f"prompt: its {prompt_len} tokens leave no room for a response (max_model_len = {max_model_len(config)}); "
             "shorten the prompt, or raise rollout.max_model_len",
             field="prompt",
             value=prompt_len,

@@ -83,7 +83,7 @@ def test_a_reply_of_the_wrong_type_is_an_error(tmp_path: Path, call: str, reply:
     ask, expected, _ = CALLS[call]
     right = [(type, REPLIES[type]) for type in expected.split(" or ")]
     with answering(tmp_path, (reply, REPLIES[reply]), *right) as client:
-        words = f"reply: expected {expected}, found {reply}; use the same release of trueroll on both sides"
+        words = f"reply: the worker sent {reply} instead of {expected}; use the same release of trueroll on both sides"
         with pytest.raises(ProtocolError, match=f"^(.*: )?{words}$"):
             ask(client)
         assert client.health().instance == "i", "the connection still works"
@@ -91,7 +91,7 @@ def test_a_reply_of_the_wrong_type_is_an_error(tmp_path: Path, call: str, reply:
 
 def test_deltas_with_missing_tokens_are_an_error(tmp_path: Path) -> None:
     with answering(tmp_path, ("deltas", {})) as client:
-        with pytest.raises(ProtocolError, match=r"sample 0, came out of order \(those from 1 on"):
+        with pytest.raises(ProtocolError, match="sample 0: tokens from 1 on arrived before"):
             list(client.stream([[1]], deltas=True))
         assert client.health().instance == "i", "the connection still works"
 
@@ -101,7 +101,7 @@ def test_a_group_with_wrong_sample_indices_is_an_error(tmp_path: Path, indices: 
     samples = [("sample", SAMPLE | {"index": index}) for index in indices]
     with answering(tmp_path, *samples, ("done", DONE)) as client:
         words = (
-            rf"request 'r': expected samples 0 to 1, found {len(indices)} samples .*; use the same release of trueroll"
+            rf"request 'r': the worker sent {len(indices)} samples .* instead of samples 0 to 1; use the same release"
         )
         with pytest.raises(ProtocolError, match=words):
             client.generate([[1]], SamplingParams(n=2), request_ids=["r"])

@@ -97,5 +97,5 @@ def test_a_sample_shorter_than_its_deltas_is_delivered_whole(end: int) -> None:
 def test_a_gap_is_refused() -> None:
     received = Received()
     received.put(delta(0, 2))
-    with pytest.raises(ProtocolError, match="tokens of 'a', sample 3, came out of order .those from 3 on"):
+    with pytest.raises(ProtocolError, match="request 'a', sample 3: tokens from 3 on arrived before"):
         received.put(delta(3, 4))

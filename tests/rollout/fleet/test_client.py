@@ -197,7 +197,7 @@ def test_calls_give_the_results_of_one_worker(running: Running, client: FleetCli
     assert len(whole.token_ids) == 6
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: .*found 0"):
         client.generate([[1], []], PARAMS, seed=1)
-    with pytest.raises(InvalidRequestError, match="'a' comes twice"):
+    with pytest.raises(InvalidRequestError, match="'a' is given twice"):
         client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "a"])
 
 
@@ -285,14 +285,14 @@ def test_an_abort_ends_the_named_samples(running: Running, client: FleetClient) 
     wait_until(lambda: sum(running.asked()) == 2)
     assert client.abort("a", 1) == 1
     for index in (1, 3):
-        with pytest.raises(UnknownRequestError, match=f"anything unfinished of sample {index} of request 'a'"):
+        with pytest.raises(UnknownRequestError, match=f"sample {index} of request 'a' is not running"):
             client.abort("a", index)
     with pytest.raises(InvalidRequestError, match="index: .*got -1"):
         client.abort("a", -1)
     assert client.abort("a") == 2 and client.abort_all() == 3
     thread.join()
     assert [[sample.finish_reason for sample in group.samples] for group in found[0]] == [["abort"] * 3] * 2
-    with pytest.raises(UnknownRequestError, match="no worker has anything unfinished of request 'a'"):
+    with pytest.raises(UnknownRequestError, match="request 'a' is not running on any worker"):
         client.abort("a")
     assert client.abort("a", missing_ok=True) == 0
 

@@ -114,7 +114,7 @@ def test_while_no_worker_serves_joining_ones_get_the_push(
     publisher.push(tensors(1.0), 1)
     assert versions(workers) == [1, 1, 1]
     members.now = []
-    with pytest.raises(ConfigError, match="there are none; wait until its fleet has some"):
+    with pytest.raises(ConfigError, match="no worker to push to; wait until the fleet has workers"):
         publisher.push(tensors(1.0), 2)
 
 

@@ -108,7 +108,7 @@ def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
         Cluster(None)
     assert ended == [True]
     monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
-    with pytest.raises(ConfigError, match="cannot be kept on loopback"):
+    with pytest.raises(ConfigError, match="cannot be restricted to loopback"):
         Cluster(None)
 
 

@@ -295,7 +295,7 @@ def test_models_that_cannot_be_pushed_as_adapters_are_refused(
 ) -> None:
     (_, address), model = llama, adapt(folders["llama"])
     with publishing(address, "shared") as to:
-        with pytest.raises(ConfigError, match="adapters: must be False unless a PEFT model is pushed"):
+        with pytest.raises(ConfigError, match="adapters: must be False unless tensors is a PEFT model"):
             to.push(model.get_base_model(), 1, adapters=True)
         with pytest.raises(PushError, match="lora_dropout = 0.1 is not supported"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)

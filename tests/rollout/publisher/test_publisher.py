@@ -546,7 +546,7 @@ def test_dirty_workers_and_version_0_are_restored(cluster: Cluster, version: int
 
 def test_restore_needs_an_earlier_push_and_no_folder(cluster: Cluster) -> None:
     cluster.start()
-    with cluster.publisher() as publisher, pytest.raises(ConfigError, match="restore: there was no push before"):
+    with cluster.publisher() as publisher, pytest.raises(ConfigError, match="restore: nothing was pushed yet"):
         publisher.restore(trainer_tensors())
     with cluster.publisher("disk") as publisher, pytest.raises(ConfigError, match="call push_folder"):
         publisher.restore(trainer_tensors())
@@ -1101,7 +1101,7 @@ def test_invalid_calls_are_refused() -> None:
             publisher.push({}, 1)
         with pytest.raises(ConfigError, match="version"):
             publisher.push({}, -1)
-        with pytest.raises(ConfigError, match="comes twice"):
+        with pytest.raises(ConfigError, match="has an address twice"):
             publisher.connect(["ipc://a", "ipc://a"])
         with pytest.raises(ConfigError, match="address"):
             publisher.connect(["nonsense"])

@@ -230,7 +230,7 @@ def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> Non
     assert demo.demo(console, str(chat_model), demo.Sizes(samples=2, max_tokens=4, greedy_tokens=6))
     text = console.export_text()
     stages = [line.split()[0] for line in text.splitlines() if line.endswith(" ...")]
-    assert stages == ["Loading", "Starting", "Generating", "Now", "Now", "Starting", "Now"]
+    assert stages == ["Loading", "Starting", "Generating", "Generating", "Putting", "Starting", "Generating"]
     assert "4 prompts x 2 samples" in text and "tokens/s" in text and "hit rate" in text
     assert all(question in text for question in demo.QUESTIONS)
     assert all(word in text for word in ("cache cold", "cache warm", "cache off", "beside other requests"))
@@ -243,7 +243,7 @@ def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypa
     console = Console(record=True, width=40)
     with pytest.raises(ModelError, match="set TRUEROLL_CACHE"):
         demo.demo(console)
-    assert console.export_text() == f"Converting smollm2 into {tmp_path / 'file'}, once ...\n"
+    assert console.export_text() == f"Converting smollm2 to {tmp_path / 'file'} (only once) ...\n"
 
 
 def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:

@@ -67,7 +67,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str,
 
 def test_the_error_for_too_little_memory_proposes_options_that_fit() -> None:
     asked = "qwen3.5-0.15b", "--memory", "0.5", "--max-num-seqs", "256"
-    with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks are too little") as caught:
+    with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks is too little") as caught:
         CliRunner().invoke(cli.app, ["plan", *asked], catch_exceptions=False)
     text = str(caught.value)
     assert "kv_memory" not in text and "state_budget" not in text, "options that the command does not have"

@@ -288,7 +288,7 @@ def test_a_wrong_address_or_interval_is_one_clear_line() -> None:
     done = subprocess.run([*TOP, "http://127.0.0.1:1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "trueroll: address: expected ipc://PATH or tcp://IP:PORT, found 'http://127.0.0.1:1'"
+        "trueroll: address: must be ipc://PATH or tcp://IP:PORT (got 'http://127.0.0.1:1')"
     ]
     done = subprocess.run([*TOP, "ipc:///nowhere", "--interval", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--interval" in done.stderr
