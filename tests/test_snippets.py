@@ -18,7 +18,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "migration")
+GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "deploy", "migration")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 
 
