@@ -6,6 +6,7 @@ Imports neither torch nor zmq, so that the command line and the client can check
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -118,13 +119,34 @@ def check_address(address: str, has_keys: bool) -> None:
     if transport == "ipc" and rest:
         return
     if transport != "tcp" or ":" not in rest:
-        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r})")
-    host = rest.rpartition(":")[0].strip("[]")
+        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r}){_hint(address)}")
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]")
+    if host == "localhost":
+        raise ConfigError(f"address: {address!r} has a name in place of an IP; give tcp://127.0.0.1:{port}")
     if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"address: {address!r} is not on loopback and needs keys (curve_secret_key_file and clients_file for the "
             "worker, server_public_key and client_key for the client); give keys, or a loopback IP such as 127.0.0.1"
         )
+
+
+def check_socket(address: str) -> None:
+    """Raise ConfigError if `address` is ipc://PATH and PATH does not exist, because no worker can be there."""
+    transport, _, path = address.partition("://")
+    if transport == "ipc" and path and not path.startswith("@") and not Path(path).exists():
+        raise ConfigError(
+            f"address: no worker is at {address}, because {path} does not exist; start one with "
+            "`trueroll serve MODEL`, which prints its address"
+        )
+
+
+def _hint(address: str) -> str:
+    """Return what to write in place of an address that looks like that of an HTTP server."""
+    if address.startswith(("http://", "https://")):
+        return "; an HTTP address belongs to a front end: give the worker's address, which `trueroll serve` prints"
+    host, _, port = address.rpartition(":")
+    return f"; give tcp://127.0.0.1:{port}" if host in ("localhost", "127.0.0.1") and port.isdigit() else ""
 
 
 def is_loopback(host: str) -> bool:

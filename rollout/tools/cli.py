@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from enum import StrEnum
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,19 +20,34 @@ from trueroll.errors import LINES, ConfigError, TruerollError, printable
 
 from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
 from ...engine.request import SamplingParams
-from ..config import WorkerConfig
+from ..config import WorkerConfig, check_socket
 from ..http.config import HttpConfig
 from ..logs import log_to_stderr
 from . import options
 from .options import with_settings
 
 app = typer.Typer(
-    help="Rollout generation for reinforcement learning: the same request gives the same bits.",
     no_args_is_help=True,
     rich_markup_mode=None,  # rich truncates long option names at 80 columns and drops square brackets
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trueroll {version('trueroll')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Rollout generation for reinforcement learning: the same request gives the same bits."""
+
 
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
 GPU = defaults_of("cuda")
@@ -80,12 +96,13 @@ class WorkloadName(StrEnum):
 @with_settings((EngineConfig, options.ENGINE), (WorkerConfig, options.WORKER))
 def serve(model: Model, **settings: Any) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
+    worker_config = WorkerConfig(**{name: settings[name] for name in options.WORKER})
+    engine_config = EngineConfig(model=model, **{name: settings[name] for name in options.ENGINE})
+    print(f"starting a worker for {printable(model)} ...", file=sys.stderr, flush=True)
     from ..worker.process import load_engine
     from ..worker.process import serve as serve_requests
 
     log_to_stderr(logging.INFO)
-    worker_config = WorkerConfig(**{name: settings[name] for name in options.WORKER})
-    engine_config = EngineConfig(model=model, **{name: settings[name] for name in options.ENGINE})
     serve_requests(worker_config, lambda: load_engine(engine_config), _announce)
 
 
@@ -95,6 +112,14 @@ def _announce(address: str, info: dict[str, Any]) -> None:
     blocks = ", ".join(f"blocks={count}x{info['block_size']} tokens{window}" for window, count in named)
     backend = f"backend={info['backend']} ({info['isa']})"
     _say(f"ready address={address} model={info['model']} {backend} dtype={info['dtype']} {blocks}")
+    mebibytes = {name: info[f"{name}_bytes"] / 2**20 for name in ("weight", "kv")}
+    lines = (
+        f"memory:    weights {mebibytes['weight']:,.0f} MiB, KV cache {mebibytes['kv']:,.0f} MiB",
+        f"capacity:  {info['num_blocks'] * info['block_size']:,} tokens, {info['max_num_seqs']:,} samples at a time, "
+        f"contexts of up to {info['max_model_len']:,} tokens",
+        f"next:      trueroll generate {address} --prompt 'Once upon a time'",
+    )
+    print(printable("\n".join(lines), kept=LINES), file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:
@@ -218,6 +243,7 @@ def top(
     from .top import top as watch
 
     keys = server_public_key, client_key_file
+    check_socket(address)
     is_one = not is_fleet(address)
     client = RolloutClient(address, SILENCE_SECONDS, *keys) if is_one else FleetClient(address, SILENCE_SECONDS, *keys)
     with client:
@@ -238,6 +264,7 @@ def audit(
     from ..auditing import audit_folder
     from ..client.client import RolloutClient
 
+    check_socket(address)
     with RolloutClient(address, server_public_key=server_public_key, client_key=client_key_file) as client:
         found = audit_folder(model, client)
     typer.echo(printable(str(found), kept=LINES))

@@ -6,8 +6,9 @@ Types and defaults come from the settings class, so a new setting needs one fiel
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -20,7 +21,7 @@ ENGINE = {
     "backend": "Kernels: cpu, triton (GPU) or reference; auto: the device's native kernels if they support the model.",
     "block_size": "Tokens in a block of the KV cache; an even number.",
     "num_blocks": "Blocks of the KV cache. Default: chosen from the available memory.",
-    "kv_memory": "Bytes for the KV cache and recurrent states, instead of --num-blocks.",
+    "kv_memory": "Memory of the KV cache and recurrent states, such as 4GiB, instead of --num-blocks.",
     "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU.",
     "max_model_len": "Maximum length of a prompt with its new tokens. Default: the model's training length.",
     "max_num_seqs": "Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.",
@@ -97,9 +98,24 @@ def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callabl
     return decorate
 
 
+def parse_bytes(text: str | int) -> int:
+    """Return a number of bytes: a plain number, or one with a unit, such as 4GiB or 512M. Units are powers of 1024.
+
+    Raise BadParameter for anything else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])?(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    if found is None or ("." in found[1] and found[2] is None):
+        raise typer.BadParameter(f"{text!r} is not a size; give bytes, or a number with a unit, such as 4GiB or 512MiB")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper())) if found[2] else int(found[1])
+
+
+SIZE: dict[str, Any] = dict(parser=parse_bytes, metavar="SIZE")
+
+
 def _option(config: type[BaseModel], name: str, help: str) -> inspect.Parameter:
     kind, default = get_type_hints(config)[name], config.model_fields[name].default
     if default is None:
         kind = kind | None
-    annotation = Annotated[kind, typer.Option(help=help)]
+    is_size = name == "kv_memory" or name.endswith("_bytes")
+    annotation = Annotated[kind, typer.Option(help=help, **(SIZE if is_size else {}))]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -12,6 +12,7 @@ from trueroll.errors import LINES, printable
 from ...engine.request import SamplingParams
 from ..client.client import Group, RolloutClient
 from ..client.local_worker import launch_worker
+from ..config import check_socket
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
 
@@ -37,6 +38,7 @@ def print_completions(
     """
     seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address
+    check_socket(address)
     if tokenizer is None and address.startswith("tcp://"):
         raise needs_tokenizer(address)
     with ExitStack() as stack:

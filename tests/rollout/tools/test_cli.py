@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import signal
 import subprocess
@@ -21,10 +22,11 @@ from typer.testing import CliRunner
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import ConfigError, ModelError
-from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.config import WorkerConfig, check_address
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.text import TextModel
 from trueroll.rollout.tools import bench, cli, demo, verify
+from trueroll.rollout.tools.options import parse_bytes
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -269,3 +271,47 @@ def test_the_demo_sees_one_bit_and_a_cache_that_was_not_warm() -> None:
     assert demo.compare(Console(), [cold, warm])
     assert not demo.compare(Console(), [cold, warm, one_bit])
     assert not demo.compare(Console(), [cold, not_warm])
+
+
+def test_version() -> None:
+    shown = trueroll("--version")
+    assert (shown.returncode, shown.stderr) == (0, "") and re.fullmatch(r"trueroll \d+\.\d+\.\d+\n", shown.stdout)
+
+
+@pytest.mark.parametrize(
+    "text, size", [("4096", 4096), ("4G", 2**32), ("4GiB", 2**32), ("1.5 MB", 3 * 2**19), ("2kib", 2048), (7, 7)]
+)
+def test_sizes_may_have_units(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4X", "-1", "1.5", "G", "4 gigabytes", "inf"])
+def test_a_wrong_size_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="such as 4GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("command", [["top"], ["audit", "smollm2"], ["generate", "--prompt", "a"]])
+def test_a_missing_socket_is_told_at_once(tmp_path: Path, command: list[str]) -> None:
+    shown = trueroll(*command, f"ipc://{tmp_path}/none.sock")
+    assert shown.returncode == 1 and "does not exist; start one with `trueroll serve MODEL`" in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "address, hint",
+    [
+        ("localhost:8000", "give tcp://127.0.0.1:8000"),
+        ("127.0.0.1:8000", "give tcp://127.0.0.1:8000"),
+        ("tcp://localhost:8000", "give tcp://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000", "give the worker's address, which `trueroll serve` prints"),
+    ],
+)
+def test_an_address_that_is_nearly_right_gets_a_hint(address: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(hint)}$"):
+        check_address(address, has_keys=False)
+
+
+def test_serve_says_what_it_does_before_it_loads_anything(tmp_path: Path) -> None:
+    shown = trueroll("serve", str(tmp_path / "no-model"))
+    assert shown.returncode == 1 and shown.stderr.startswith(f"starting a worker for {tmp_path / 'no-model'} ...\n")

@@ -288,7 +288,8 @@ def test_a_wrong_address_or_interval_is_one_clear_line() -> None:
     done = subprocess.run([*TOP, "http://127.0.0.1:1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "trueroll: address: must be ipc://PATH or tcp://IP:PORT (got 'http://127.0.0.1:1')"
+        "trueroll: address: must be ipc://PATH or tcp://IP:PORT (got 'http://127.0.0.1:1'); an HTTP address belongs "
+        "to a front end: give the worker's address, which `trueroll serve` prints"
     ]
     done = subprocess.run([*TOP, "ipc:///nowhere", "--interval", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--interval" in done.stderr
