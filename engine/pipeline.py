@@ -93,7 +93,7 @@ class Ledger:
         return [*samples.values()]
 
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
-        """Close a sample and return its output."""
+        """End a sample and return its output."""
         group, sequence = self.open[sample.request.id], self._sequences.pop(sample)
         assert isinstance(group, dict)
         del group[sample.index]
@@ -104,7 +104,7 @@ class Ledger:
         return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
 
     def finish_score(self, score: OpenScore, reason: FinishReason, commit: Commit) -> ScoreOutput:
-        """Close a score and return its output. `commit`: the weights that computed the whole score."""
+        """End a scoring request and return its output. `commit`: the weights that computed the whole score."""
         sequence = self._sequences.pop(score)
         del self.open[score.request.id]
         num_fed = sequence.num_tokens if reason == "stop" else 0

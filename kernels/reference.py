@@ -381,7 +381,8 @@ class _EqualQueries:
     def _gather(self, start: int, units: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
 
-        Places past a context repeat its last token, so values that another sequence left in a block are never read.
+        Positions past the end of a context repeat its last token, so that values which another sequence left in a block
+        are never read.
         """
         _, block_size, kv_heads, _ = self.k_cache.shape
         tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)

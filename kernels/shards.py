@@ -1,6 +1,7 @@
 """A weight that holds a part of a checkpoint's tensor.
 
-`Shard` accepts tensors and elements in the checkpoint's layout, and keeps those of its own part.
+`Shard` accepts whole tensors, or single elements of them, in the checkpoint's layout. It keeps only what belongs to its
+part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The matrices of a layer's experts in one weight of the backend.
 
 A backend holds the matrices one below the other, as a matrix of E * R rows. A checkpoint has one tensor [E, R, C], or,
-depending on its `StackLayout`, another order of the same elements. `Stack` accepts tensors and elements in the
-checkpoint's layout.
+depending on its `StackLayout`, another order of the same elements. `Stack` accepts whole tensors, or single
+elements of them, in the checkpoint's layout.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ class Detokenizer:
     `decode`: returns the text of tokens. `is_silent`: returns whether a token never adds text; called only for tokens
     that complete no text.
 
-    The parts returned by `add` and `rest` make up the text of all tokens, with one exception: a later token may change
-    text that was already returned, such as a byte that makes the bytes before it invalid. The returned text then
-    stands, and the following tokens are decoded alone.
+    Joined together, the parts that `add` and `rest` return are the text of all tokens, with one exception: a later
+    token may change text that was already returned, for example if it adds a byte that makes the bytes before it
+    invalid. The returned text then stands, and the following tokens are decoded alone.
 
     A decoder may treat the first token of a text specially, so tokens are decoded together with the tokens before them.
     (`tokenizers.decoders.DecodeStream` is not used, because it raises if tokens are not valid UTF-8.)

@@ -262,7 +262,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the dtype of the destination of a tensor or of a part."""
+    """Return the dtype that a checkpoint's tensor, or a part of a stack, has in the model."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 

@@ -27,8 +27,8 @@ class Draws:
     """R tokens to be drawn, each from a row of the hidden states.
 
     `rows`, `positions`: int64 [R], the row, and the absolute position of the token. `lanes`: int64 [R], the lane that
-    stores the token on the device (`LaneState`), or NO_LANE; no lane occurs twice. `records`: `DRAW` [R]. `banned`: for
-    some of the R draws, the ids that cannot be drawn; for many ids an `array("q")` is fastest.
+    stores the token on the device (`LaneState`), or NO_LANE. A lane occurs at most once. `records`: `DRAW` [R].
+    `banned`: for some of the R draws, the ids that cannot be drawn; for many ids an `array("q")` is fastest.
     """
 
     rows: np.ndarray

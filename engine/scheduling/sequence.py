@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """The number of tokens, from the first one on, with KV that is computed or that steps in flight compute."""
+        """The length of the prefix with KV that is computed, or is being computed by the steps in flight."""
         return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property

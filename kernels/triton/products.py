@@ -258,7 +258,7 @@ def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: i
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
-    """Return the number of tiles of features, cut separately for each weight, and of tokens."""
+    """Return two counts: the tiles of features, where each weight is cut separately, and the tiles of tokens."""
     return sum(divide_up(n, tile.features) for n in features), divide_up(tokens, tile.width)
 
 

@@ -23,8 +23,9 @@ choices: Mitzenmacher 2001).
 
 Promises: placement changes no bit of any sample. The same calls give the same placements in any process. A removed
 worker gets no groups. A worker is always chosen unless all must be avoided. The cost of placing a group does not depend
-on the number of groups in flight, and the index has at most `capacity` beginnings. The cost of adding or removing a
-worker grows with the number of workers. The cost of removing a worker also grows with the number of known beginnings.
+on the number of groups in flight. The index remembers at most `capacity` prompt prefixes. The cost of adding or
+removing a worker grows with the number of workers. The cost of removing a worker also grows with the number of known
+beginnings.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Outboxes:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is queued, neither replies nor errors to dropped clients."""
+        """Return whether all queues are empty: those of replies, and that of errors for dropped clients."""
         return not self._boxes
 
     def takes(self, identity: bytes) -> bool:

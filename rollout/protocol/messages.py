@@ -119,8 +119,8 @@ class GetScores(_Request):
 class Abort(Message):
     """End request `request_id`, or only its sample `index`. Its result keeps the tokens generated so far.
 
-    With `caller`, only this caller gives up the request, and it gets no more replies. If no other caller waits for the
-    request, the request ends and its result is not kept.
+    If `caller` is given, only this caller gives up the request, and this caller gets no more replies. If no other
+    caller waits for the request, the request ends and its result is not kept.
     """
 
     type: Literal["abort"] = "abort"

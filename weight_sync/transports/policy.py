@@ -25,7 +25,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: the folder that must contain all pushes by disk; the owner of the files does not matter. None: the worker
+    `folder`: a push by disk must lie inside this folder; it does not matter which user owns its files. None: the worker
     reads only folders and files that belong to its user and that nobody else can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
