@@ -214,7 +214,8 @@ class _Box:
 class Outboxes:
     """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
-    `on_lost`: called with the identity of a client that is gone or was dropped. `user_of`: returns the user of a
+    `on_lost`: called by `report_lost` with the identity of each client that is gone or was dropped. No send calls it,
+    because the sender may be in the middle of a request that the loss ends. `user_of`: returns the user of a
     connection.
 
     Owns the queued replies. Promises that each client gets its replies in order, and that all queued replies together
@@ -235,7 +236,13 @@ class Outboxes:
         self._on_lost = on_lost
         self._user_of = user_of
         self._boxes: dict[bytes, _Box] = {}
+        self._lost: dict[bytes, None] = {}
         self._num_bytes = 0
+
+    @property
+    def has_lost(self) -> bool:
+        """Return whether `report_lost` has clients to report."""
+        return bool(self._lost)
 
     @property
     def is_empty(self) -> bool:
@@ -256,6 +263,8 @@ class Outboxes:
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
+                if not was_sent:
+                    self._lost[identity] = None
                 return was_sent
             box = self._boxes[identity] = _Box()
         if box.is_dropped:
@@ -282,9 +291,15 @@ class Outboxes:
                 if was_sent := self._try(identity, box.frames[0]):
                     self._take(box)
             if was_sent is False:
-                self._on_lost(identity)
+                self._lost[identity] = None
             if was_sent is False or not box.frames:
                 self.forget(identity)
+
+    def report_lost(self) -> None:
+        """Report the clients that were lost since the last call. Their requests may end meanwhile, and send replies."""
+        while self._lost:
+            identity, _ = self._lost.popitem()
+            self._on_lost(identity)
 
     def forget(self, identity: bytes) -> None:
         """Discard the replies for a client that is gone."""
@@ -319,7 +334,7 @@ class Outboxes:
         self._empty(box)
         box.is_dropped = True
         box.frames.append(protocol.encode(protocol.error_message(None, error)))
-        self._on_lost(identity)
+        self._lost[identity] = None
 
     def _put(self, box: _Box, frame: bytes) -> None:
         box.frames.append(frame)
@@ -415,15 +430,18 @@ class Router:
     @property
     def poll_ms(self) -> float:
         """Milliseconds until `maintain` has work; infinity if no time is known."""
+        if self._outboxes.has_lost:
+            return 0.0
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
     def maintain(self) -> None:
-        """Process new and ended connections, close connections over the limits, and send queued replies."""
+        """Process new and ended connections, close those over the limits, send queued replies, and report losses."""
         self._gate.follow()
         if self._gate.seconds_to_look == 0.0:
             self._gate.look()
         self._outboxes.flush()
+        self._outboxes.report_lost()
 
     def _user_of(self, identity: bytes) -> object:
         """Return the user of a connection. Without named clients, each connection counts as its own user."""

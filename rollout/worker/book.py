@@ -362,10 +362,6 @@ class WaitingRoom:
     def get(self, key: str) -> Waiting | None:
         return self._due.get(key) or self._early.get(key)
 
-    def early(self, key: str) -> Waiting | None:
-        """Return the request if it waits for weights, else None."""
-        return self._early.get(key)
-
     def discard(self, key: str) -> None:
         """Remove a request that has ended or will not be served."""
         self._due.pop(key, None)
@@ -441,7 +437,8 @@ class RequestBook:
     """The requests of all users.
 
     - `command`: sends a command to the engine.
-    - `send`: sends a frame to a client; returns False if the client can get no more replies.
+    - `send`: sends a frame to a client. If the client can get no more replies, `lose` is called later, outside of all
+      calls of the book.
     - `takes`: returns whether a client has read everything sent before.
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that the engine does not have yet.
@@ -452,7 +449,7 @@ class RequestBook:
         self,
         config: WorkerConfig,
         command: Callable[[Command], object],
-        send: Callable[[bytes, bytes], bool],
+        send: Callable[[bytes, bytes], object],
         takes: Callable[[bytes], bool],
         conditions: Callable[[], Conditions],
     ) -> None:
@@ -530,7 +527,12 @@ class RequestBook:
             self.streams.withdraw(key, message.caller)
         if message.caller is not None and self.ledger.withdraw(key, message.caller):
             self._answer_abort(call, message, 0)
-        elif (entry := self.ledger.open.get(key)) is None:
+        else:
+            self._end_named(call, key, message)
+
+    def _end_named(self, call: str, key: str, message: protocol.Abort) -> None:
+        """End the request, or the sample, that an abort names."""
+        if (entry := self.ledger.open.get(key)) is None:
             unknown = f"request_id: no unfinished request has the id {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
         elif (waiting := self.waiting_room.get(key)) is not None:
@@ -547,7 +549,7 @@ class RequestBook:
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
             waits = self.waiting_room.get(entry.key)
-            if waits is not None and (_ends_with_client(entry) or self.waiting_room.early(entry.key)):
+            if waits is not None and (_ends_with_client(entry) or self._waits_for_weights(waits)):
                 entry.is_wanted = False
                 self.take_outputs(waits.abort(None))
             elif _ends_with_client(entry):
@@ -601,8 +603,12 @@ class RequestBook:
     def take_ended(self, event: Ended) -> None:
         """Take the outputs of an abort from the engine."""
         abortion: Abortion = event.command.tag
+        key = abortion.entry.key
         if abortion.call is None or abortion.message is None:
             self.take_outputs(event.outputs)
+        elif not event.outputs and self.ledger.open.get(key, abortion.entry) is not abortion.entry:
+            # The entry had ended before. A submission that came before this abort has opened the request again.
+            self._end_named(abortion.call, key, abortion.message)
         else:
             self._finish_abort(abortion.call, abortion.message, event.outputs)
         abortion.entry.num_aborts -= 1
@@ -702,12 +708,14 @@ class RequestBook:
         reply = protocol.encode_for_anyone(message)
         entry.replies.append(reply)
         for identity, caller, _ in entry.subscribers:
-            if not self._send(identity, protocol.address(reply, caller)):
-                self.lose(identity)
+            self._send(identity, protocol.address(reply, caller))
 
     def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:
-        if not self._send(identity, protocol.encode(deltas)):
-            self.lose(identity)
+        self._send(identity, protocol.encode(deltas))
+
+    def _waits_for_weights(self, waiting: Waiting) -> bool:
+        version = self._conditions().version
+        return waiting.message.wait_for_weights and (version is None or not serves(waiting.message, version))
 
 
 def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:

@@ -395,7 +395,7 @@ class Ledger:
         """
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
-            return bool(entry.subscribers)
+            return bool(entry.subscribers or entry.successors)
         if entry := self.kept.get(key):
             self.kept.withdraw(entry, caller)
         return entry is not None
