@@ -48,13 +48,18 @@ class GroupState:
         """Number of samples not delivered yet."""
         return self.n - len(self._samples.delivered)
 
+    @property
+    def num_to_ask(self) -> int:
+        """Number of missing samples that the caller has not aborted."""
+        return self.n - len(self._samples.delivered.keys() | self._to_end)
+
     def ask(self) -> Ask:
         """Return the ask for one more worker: for the whole request if nothing has arrived yet, else for the missing
-        samples.
+        samples. Aborted samples are not asked for again.
         """
-        delivered, parts = self._samples.delivered, self._samples.parts
-        if isinstance(self.request, protocol.Generate) and (delivered or parts):
-            missing = [index for index in range(self.n) if index not in delivered]
+        done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
+        if isinstance(self.request, protocol.Generate) and (done or parts):
+            missing = [index for index in range(self.n) if index not in done]
             ask = ask_for_missing(self.request, missing, parts)
         else:
             ask = ask_for_all(self.request)
@@ -123,7 +128,8 @@ class GroupState:
         if isinstance(reply, protocol.FinishedSample | protocol.Scores):
             return self._take_result(ask, index, reply)
         if isinstance(reply, protocol.Done) and not self.num_missing:
-            return self._finish(reply if index is None else self._samples.end())
+            counts = dict(finish_reasons=self._samples.finish_reasons)  # some may come from other asks
+            return self._finish(reply.model_copy(update=counts) if index is None else self._samples.end())
         return []
 
     def fail(self, error: TruerollError) -> list[Reply]:

@@ -115,13 +115,13 @@ class FleetRequest:
         Return whether it was asked. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
-        if self._state.is_over or len(self._attempts) != 1 or pace is None:
+        if self._state.is_over or not self._state.num_to_ask or len(self._attempts) != 1 or pace is None:
             return False
         (attempt,) = self._attempts.values()
         if now - attempt.since <= max(straggler_seconds, SLOWNESS * pace * attempt.placed.cost):
             return False
         avoided = {attempt.link.key} | self._avoided()
-        found = self._pool.dispatch.place(self._beginnings, float(self._state.num_missing), avoided)
+        found = self._pool.dispatch.place(self._beginnings, float(self._state.num_to_ask), avoided)
         if found is not None:
             self._ask(*found)
         return found is not None

@@ -107,7 +107,12 @@ class Samples:
     def end(self) -> protocol.Done:
         """Return the end of a group with samples from several asks."""
         assert isinstance(self._request, protocol.Generate)
-        return end_of_group(self._request, dict(Counter(self.delivered.values())))
+        return end_of_group(self._request, self.finish_reasons)
+
+    @property
+    def finish_reasons(self) -> dict[FinishReason, int]:
+        """Number of delivered samples by finish reason."""
+        return dict(Counter(self.delivered.values()))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
         """Return one piece with the whole sample, if the request wants pieces and the shown ones are incomplete."""

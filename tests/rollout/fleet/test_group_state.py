@@ -35,7 +35,7 @@ TABLE: dict[str, str] = {
         a sample 0        -> 0 length 6
         a sample 2        -> 2 length 6
         a sample 1        -> 1 length 6
-        a done            -> done stop=3
+        a done            -> done length=3
         a sample 1        ->
         a over            ->
         abort             ->
@@ -92,7 +92,7 @@ TABLE: dict[str, str] = {
         a abort 0 4       -> 0 abort 4
         a sample 1        -> 1 length 6
         a sample 2        -> 2 length 6
-        a done            -> done stop=3
+        a done            -> done abort=1 length=2
     """,
     "two workers are asked, and the first one is first": """
         ask               -> a: all
@@ -102,7 +102,7 @@ TABLE: dict[str, str] = {
         b done 1          ->
         a sample 1        ->
         a sample 2        -> 2 length 6
-        a done            -> done stop=3
+        a done            -> done length=3
         b sample 2        ->
         b done 2          ->
         b over            ->
@@ -155,7 +155,15 @@ TABLE: dict[str, str] = {
         abort             -> ends 0 2
         a abort 0 2       -> 0 abort 2
         a abort 2 0       -> 2 abort 0
-        a done            -> done stop=3
+        a done            -> done abort=3
+    """,
+    "a sample that was aborted is not asked for twice": """
+        ask               -> a: all
+        abort 1           -> ends 1
+        ask               -> b: 0 from 0, 2 from 0
+        b sample 0        -> 0 length 6
+        a abort 1 3       -> 1 abort 3
+        b sample 2        -> 2 length 6, done length=2 abort=1
     """,
     "the caller aborts while no worker is asked": """
         ask               -> a: all
