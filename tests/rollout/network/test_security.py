@@ -1075,6 +1075,7 @@ def test_requests_with_while_connected_end_however_the_disconnect_is_noticed(cer
             worker._dispatch.take(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
         assert [*worker._book.ledger.open] == ["a", "c", "d"]
         worker._book._tell(b"\0abcd", protocol.Deltas(samples=()))
+        worker._router.maintain()
         assert not worker._book.ledger.open and not worker._book.ledger.kept, "requests that wait for weights end too"
     finally:
         worker._close_system()
