@@ -164,7 +164,7 @@ def test_a_variable_selects_the_reference_kernels_with_a_note(archive: Path, tmp
     assert native_libraries(wheel) == []
     name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
     assert name == "reference" and "install trueroll again without TRUEROLL_NATIVE=0" in note
-    assert refusal.startswith("backend: ") and refusal.endswith(note)
+    assert refusal.startswith("backend cpu cannot serve ") and refusal.endswith(note)
 
 
 def test_the_variable_also_removes_the_library_of_an_earlier_installation(tmp_path: Path) -> None:

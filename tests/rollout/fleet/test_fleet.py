@@ -485,10 +485,10 @@ def test_the_campaign_notices_lost_stale_mixed_and_different_samples() -> None:
     expected = bits(groups)
     check_samples(groups, {2}, lambda version: expected)
     for found, message in [
-        (groups[1:], f"expected {len(WORKLOAD)} groups"),
-        ([group(1), *groups[1:]], "expected version {2}, found {1}"),
-        ([group(1, 2), *groups[1:]], "expected version {2}, found {1, 2}"),
-        ([*groups[1:], group(2, token=8)], "found other samples"),
+        (groups[1:], f"{len(WORKLOAD)} prompts got {len(WORKLOAD) - 1} groups"),
+        ([group(1), *groups[1:]], "weight versions {1}, not one of {2}"),
+        ([group(1, 2), *groups[1:]], "weight versions {1, 2}, not one of {2}"),
+        ([*groups[1:], group(2, token=8)], "the samples differ"),
     ]:
         with pytest.raises(BrokenPromise, match=re.escape(message)):
             check_samples(found, {2}, lambda version: expected)
