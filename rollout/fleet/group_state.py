@@ -44,13 +44,8 @@ class GroupState:
         self._to_end: set[int] = set()  # samples that the caller aborted
 
     @property
-    def num_missing(self) -> int:
-        """Number of samples not delivered yet."""
-        return self.n - len(self._samples.delivered)
-
-    @property
     def num_to_ask(self) -> int:
-        """Number of missing samples that the caller has not aborted."""
+        """Number of samples that are not delivered yet and that the caller has not aborted."""
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
@@ -99,7 +94,7 @@ class GroupState:
             if not isinstance(self.request, protocol.Generate):
                 return self._finish(aborted_scores(self.request))
             replies = self._samples.deliver_aborted(aborted)
-        if not self.num_missing:
+        if len(self._samples.delivered) == self.n:
             return replies + self._finish(self._samples.end())
         if error := self.setbacks.too_many_losses(self.request.id):
             return replies + self._finish(error)
@@ -127,7 +122,7 @@ class GroupState:
             return self._samples.show(ask, piece) if ask is self._asks[0] else []
         if isinstance(reply, protocol.FinishedSample | protocol.Scores):
             return self._take_result(ask, index, reply)
-        if isinstance(reply, protocol.Done) and not self.num_missing:
+        if isinstance(reply, protocol.Done) and len(self._samples.delivered) == self.n:
             counts = dict(finish_reasons=self._samples.finish_reasons)  # some may come from other asks
             return self._finish(reply.model_copy(update=counts) if index is None else self._samples.end())
         return []
@@ -160,7 +155,9 @@ class GroupState:
         if goes_on:
             return self._samples.cut(ask if ask is self._asks[0] else None, sample)
         replies = self._samples.deliver(ask, sample)
-        if self.num_missing or ask.has_answered_all(self.n):  # in the latter case the worker sends the end next
+        if len(self._samples.delivered) < self.n or ask.has_answered_all(
+            self.n
+        ):  # in the latter case the worker sends the end next
             return replies
         return replies + self._finish(self._samples.end())
 

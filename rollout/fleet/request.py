@@ -159,7 +159,7 @@ class FleetRequest:
             raise error
         if self._patience_ends is None:
             self._patience_ends = time.monotonic() + self._patience
-        cost = float(self._state.num_missing)
+        cost = float(self._state.num_to_ask)
         try:
             return await self._pool.place(self._beginnings, cost, self._avoided, self._patience_ends, self._patience)
         except WorkerLostError as error:

@@ -240,14 +240,9 @@ class Outboxes:
         self._num_bytes = 0
 
     @property
-    def has_lost(self) -> bool:
-        """Return whether `report_lost` has clients to report."""
-        return bool(self._lost)
-
-    @property
     def is_empty(self) -> bool:
-        """Return whether all queues are empty: those of replies, and that of errors for dropped clients."""
-        return not self._boxes
+        """Return whether there is nothing to send, and no lost client to report."""
+        return not self._boxes and not self._lost
 
     def takes(self, identity: bytes) -> bool:
         """Return whether no replies are queued for this client."""
@@ -430,8 +425,6 @@ class Router:
     @property
     def poll_ms(self) -> float:
         """Milliseconds until `maintain` has work; infinity if no time is known."""
-        if self._outboxes.has_lost:
-            return 0.0
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 

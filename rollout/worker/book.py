@@ -526,7 +526,7 @@ class RequestBook:
         if message.caller is not None:
             self.streams.withdraw(key, message.caller)
         if message.caller is not None and self.ledger.withdraw(key, message.caller):
-            self._answer_abort(call, message, 0)
+            self._aborts.answer(call, _aborted(message, 0))
         else:
             self._end_named(call, key, message)
 
@@ -549,7 +549,9 @@ class RequestBook:
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
             waits = self.waiting_room.get(entry.key)
-            if waits is not None and (_ends_with_client(entry) or self._waits_for_weights(waits)):
+            if waits is not None and (
+                _ends_with_client(entry) or _waits_for_weights(waits, self._conditions().version)
+            ):
                 entry.is_wanted = False
                 self.take_outputs(waits.abort(None))
             elif _ends_with_client(entry):
@@ -694,15 +696,11 @@ class RequestBook:
         """Take the outputs that an abort has ended, and answer the abort; with an error if there are none."""
         self.take_outputs(outputs)
         if outputs:
-            self._answer_abort(call, message, len(outputs))
+            self._aborts.answer(call, _aborted(message, len(outputs)))
         else:
             what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
             unknown = f"abort: {what} is not running"
             self._aborts.refuse(call, UnknownRequestError(unknown))
-
-    def _answer_abort(self, call: str, message: protocol.Abort, num_samples: int) -> None:
-        reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
-        self._aborts.answer(call, reply)
 
     def _publish(self, entry: Entry, message: protocol.FinishedSample | protocol.Done | protocol.Scores) -> None:
         reply = protocol.encode_for_anyone(message)
@@ -712,10 +710,6 @@ class RequestBook:
 
     def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:
         self._send(identity, protocol.encode(deltas))
-
-    def _waits_for_weights(self, waiting: Waiting) -> bool:
-        version = self._conditions().version
-        return waiting.message.wait_for_weights and (version is None or not serves(waiting.message, version))
 
 
 def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:
@@ -733,6 +727,14 @@ def _request_of(entry: Entry) -> Request:
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})
     tokens = protocol.bytes_to_tokens(message.prompt_token_ids)
     return GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens, message.spans)
+
+
+def _aborted(message: protocol.Abort, num_samples: int) -> protocol.Aborted:
+    return protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
+
+
+def _waits_for_weights(waiting: Waiting, version: int | None) -> bool:
+    return waiting.message.wait_for_weights and (version is None or not serves(waiting.message, version))
 
 
 def _ends_with_client(entry: Entry) -> bool:
