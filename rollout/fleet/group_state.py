@@ -155,9 +155,8 @@ class GroupState:
         if goes_on:
             return self._samples.cut(ask if ask is self._asks[0] else None, sample)
         replies = self._samples.deliver(ask, sample)
-        if len(self._samples.delivered) < self.n or ask.has_answered_all(
-            self.n
-        ):  # in the latter case the worker sends the end next
+        # A worker that has answered all samples sends the end next.
+        if len(self._samples.delivered) < self.n or ask.has_answered_all(self.n):
             return replies
         return replies + self._finish(self._samples.end())
 
