@@ -112,6 +112,11 @@ def _announce(address: str, info: dict[str, Any]) -> None:
     blocks = ", ".join(f"blocks={count}x{info['block_size']} tokens{window}" for window, count in named)
     backend = f"backend={info['backend']} ({info['isa']})"
     _say(f"ready address={address} model={info['model']} {backend} dtype={info['dtype']} {blocks}")
+    print(_summary(address, info), file=sys.stderr, flush=True)
+
+
+def _summary(address: str, info: dict[str, Any]) -> str:
+    """Return what a user wants to know about a new worker: its memory, its capacity, and the next command."""
     mebibytes = {name: info[f"{name}_bytes"] / 2**20 for name in ("weight", "kv")}
     lines = (
         f"memory:    weights {mebibytes['weight']:,.0f} MiB, KV cache {mebibytes['kv']:,.0f} MiB",
@@ -119,7 +124,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
         f"contexts of up to {info['max_model_len']:,} tokens",
         f"next:      trueroll generate {address} --prompt 'Once upon a time'",
     )
-    print(printable("\n".join(lines), kept=LINES), file=sys.stderr, flush=True)
+    return "\n".join(map(printable, lines))
 
 
 def _say(line: str) -> None:

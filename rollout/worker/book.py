@@ -426,11 +426,13 @@ class Abortion(NamedTuple):
     """A command to the engine to end samples of `entry`.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
+    `ends_successors`: whether the entry had successors when the call came, which it then ends as well.
     """
 
     entry: Entry
     call: str | None = None
     message: protocol.Abort | None = None
+    ends_successors: bool = False
 
 
 class RequestBook:
@@ -538,7 +540,7 @@ class RequestBook:
         elif (waiting := self.waiting_room.get(key)) is not None:
             self._finish_abort(call, message, waiting.abort(message.index))
         else:
-            self._tell_engine(Abortion(entry, call, message))
+            self._tell_engine(Abortion(entry, call, message, bool(entry.successors)))
 
     def lose(self, identity: bytes) -> None:
         """Remove a client that can get no more replies.
@@ -608,8 +610,8 @@ class RequestBook:
         key = abortion.entry.key
         if abortion.call is None or abortion.message is None:
             self.take_outputs(event.outputs)
-        elif not event.outputs and self.ledger.open.get(key, abortion.entry) is not abortion.entry:
-            # The entry had ended before. A submission that came before this abort has opened the request again.
+        elif abortion.ends_successors and self.ledger.open.get(key, abortion.entry) is not abortion.entry:
+            # An earlier abort had ended the entry, and its successors have opened the request again.
             self._end_named(abortion.call, key, abortion.message)
         else:
             self._finish_abort(abortion.call, abortion.message, event.outputs)
