@@ -6,7 +6,6 @@ source, and the tests that docs/security.md names are listed at its end.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,9 @@ def on_startup(command: str, dirty: bool) -> None:
     package.mkdir(parents=True, exist_ok=True)
     parts = [*(ROOT / "rollout" / "trueroll").glob("*.py"), *(ROOT / name for name in FOLDERS)]
     for part in parts:
-        if not (link := package / part.name).exists():
-            link.symlink_to(part)
+        link = package / part.name
+        link.unlink(missing_ok=True)  # it may be of a file that is no more
+        link.symlink_to(part)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -97,7 +97,6 @@ def commands_page() -> str:
     """Return the help of all commands."""
     names = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     environment = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    os.environ.update(environment)
     helps = ((name, CliRunner().invoke(app, [name, "--help"], env=environment).output) for name in names)
     sections = [f"## trueroll {name}\n\n```text\n{text.strip()}\n```" for name, text in helps]
     return "\n\n".join(["# Commands", *sections]) + "\n"
