@@ -23,7 +23,8 @@ def gpu(number: int) -> str:
 class CudaLibrary:
     """libcuda with host memory, called as ctypes calls it. `failing`: functions that return an error.
 
-    `allocated`: memory by address. `opened`: number of mappings by address. `freed_while_open`: addresses.
+    `allocated`: memory by address. `opened`: number of mappings by address. `freed_while_open`: addresses. Freed memory
+    stays readable while it is mapped, as with the driver.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class CudaLibrary:
         self.opened: dict[int, int] = {}
         self.freed_while_open: list[int] = []
         self._handles: dict[bytes, int] = {}
+        self._mapped: dict[int, Any] = {}
 
     def cuMemAlloc_v2(self, address: Any, size: ctypes.c_size_t) -> int:
         if "cuMemAlloc_v2" in self.failing:
@@ -44,9 +46,10 @@ class CudaLibrary:
     def cuMemFree_v2(self, address: ctypes.c_uint64) -> int:
         if "cuMemFree_v2" in self.failing:
             return 700
-        del self.allocated[address.value]
+        memory = self.allocated.pop(address.value)
         if self.opened.get(address.value):
             self.freed_while_open.append(address.value)
+            self._mapped[address.value] = memory
         return 0
 
     def cuIpcGetMemHandle(self, handle: Any, address: ctypes.c_uint64) -> int:
@@ -72,6 +75,8 @@ class CudaLibrary:
 
     def cuIpcCloseMemHandle(self, address: ctypes.c_uint64) -> int:
         self.opened[address.value] -= 1
+        if not self.opened[address.value]:
+            self._mapped.pop(address.value, None)
         return 0
 
     def cuGetErrorString(self, code: int, text: Any) -> int:
