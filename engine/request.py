@@ -276,7 +276,7 @@ class SamplingParams(Distribution):
         found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"a trainer cannot compute the distribution of logprobs='processed' with {', '.join(found)}; sample "
+                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer cannot compute; sample "
                 f"with logprobs='temperature', or without {', '.join(found)}",
                 field="logprobs",
                 value=self.logprobs,

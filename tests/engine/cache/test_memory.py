@@ -151,7 +151,7 @@ def test_where_pages_cannot_move_they_are_copied(
     arena.take(other)
     assert same(tensors, filled(KINDS["huge pages"], seed=1)[1]) and same(theirs, tensors)
     assert arena.copy_note == (
-        "memory pages are copied, because this system cannot move them (mremap: Invalid argument)"
+        "memory pages are copied, because this system cannot move pages (mremap: Invalid argument)"
     )
     arena.take(other)
     [line] = caplog.messages
