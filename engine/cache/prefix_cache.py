@@ -124,7 +124,7 @@ class Pool(Generic[Owner]):
     def unpublish_all(self) -> None:
         """Remove the owners of all blocks.
 
-        The free ones among these blocks are reused next, in the order of their release, because their memory is already
+        The cached blocks among them are reused next, in the order of their release, because their memory is already
         allocated. The memory of other free blocks may never have been touched.
         """
         self._empty.extend(reversed(self._cached))
@@ -529,8 +529,8 @@ class PrefixCache:
             named = {entry.blocks[group]: entry for _, entry in index if entry.blocks[group] is not None}
             if miscounted or wrong or named != pool.published:
                 raise RuntimeError(
-                    f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} have wrong "
-                    "reference counts or states, or the index does not match the published blocks"
+                    f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} are not counted "
+                    "exactly once, or the index does not match the published blocks"
                 )
 
     def _find(self, key: bytes, parent: Entry | None, tokens: bytes, extra: bytes) -> Entry | None:
