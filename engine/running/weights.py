@@ -165,7 +165,8 @@ class WeightStore:
             )
         if not staging.in_place:
             self._install(staging, staged)
-            # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be reused too early.
+            # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be
+            # reused too early.
             wait_for_stream(self._device)
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
@@ -337,8 +338,8 @@ class WeightStaging:
         numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
-                f"{name}: each {dtype} value needs one int64 index (got indices {list(indices.shape)} of {indices.dtype} "
-                f"and values {list(values.shape)} of {values.dtype})"
+                f"{name}: each {dtype} value needs one int64 index (got {list(indices.shape)} indices of "
+                f"{indices.dtype} and {list(values.shape)} values of {values.dtype})"
             )
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
@@ -355,7 +356,7 @@ class WeightStaging:
         return set(self._staged_rows)
 
     def drop(self) -> None:
-        """Free the memory and forget the staged weights. Nothing may be written to rows of the staging after this call."""
+        """Free the memory and forget the staged weights. After this call, nothing may be written to its rows."""
         if self.arena is not None:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
