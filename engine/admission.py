@@ -123,8 +123,9 @@ class Admission:
         return watch
 
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
-        """Return the sequence that computes the prompt: a sequence that another request with the same prompt started,
-        or a new one.
+        """Return the sequence that computes the prompt.
+
+        If another request with the same prompt has started a sequence, join it. Otherwise, make a new sequence.
         """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
@@ -174,8 +175,9 @@ class Admission:
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
-    """Return the vocabulary of a model folder. If it cannot be loaded, return the error text for requests with stop
-    strings.
+    """Return the vocabulary of a model folder.
+
+    If the vocabulary cannot be loaded, return the error text for requests with stop strings.
     """
     try:
         return load_vocabulary(folder)

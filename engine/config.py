@@ -43,21 +43,22 @@ class EngineConfig(BaseModel):
     float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` is `triton` on
     a GPU and `cpu` elsewhere; if that backend cannot serve the model, `auto` is `reference`.
 
-    `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of three
-    settings limits the KV cache. `num_blocks`: the number of blocks. `kv_memory`: the bytes for blocks and recurrent
-    states. `kv_memory_fraction`: the same limit as a fraction of the available memory. By default, the cache holds
-    `max_num_seqs` sequences of `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25
-    on a CPU. On a GPU, the available memory is the memory that remains free after weights, CUDA graphs and the largest
-    step are allocated.
+    `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
+    `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of
+    blocks. `kv_memory`: the bytes for blocks and recurrent states. `kv_memory_fraction`: the memory for blocks and
+    recurrent states, as a fraction of the available memory. By default, the cache holds `max_num_seqs` sequences of
+    `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25 on a CPU. On a GPU, the
+    available memory is the memory that remains free after weights, CUDA graphs and the largest step are allocated.
 
     `max_num_seqs`: the maximum number of sequences that run at the same time; None: 256 on a GPU, 64 on a CPU.
     `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU.
 
-    Three settings apply only to models with recurrent layers. `state_interval`: tokens between the state checkpoints of
-    a prompt, from which cached prefixes are resumed; None: an interval at which a checkpoint takes at most as much
-    memory as the blocks between two checkpoints. `decode_state_interval`: tokens between state checkpoints while
-    decoding; 0: no checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every
-    `state_interval` tokens of KV cache.
+    `state_interval`, `decode_state_interval` and `state_budget` apply only to models with recurrent layers.
+    `state_interval`: the number of tokens between the state checkpoints of a prompt. Cached prefixes are resumed from
+    checkpoints. With None, the interval is chosen so that a checkpoint takes at most as much memory as the blocks
+    between two checkpoints. `decode_state_interval`: tokens between state checkpoints while decoding; 0: no
+    checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every `state_interval`
+    tokens of KV cache.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses; None: torch's default.

@@ -118,9 +118,9 @@ class Engine:
 
         Return the outputs of the step in flight and of aborted requests.
 
-        `in_flight`: how to treat requests that have started. `recompute`: samples keep their tokens and compute the KV
-        again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already drained the
-        engine, so no request may be unfinished, running or waiting.
+        `in_flight`: how to treat requests that have started. `recompute`: samples keep their tokens, but their KV is
+        computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
+        drained the engine, so no request may be unfinished, running or waiting.
 
         Raise RuntimeError if a request is unfinished under `drain`, or if the weights sleep. Raise ValueError if the
         staging is incomplete. A call that raises one of these errors changes nothing.
@@ -151,7 +151,7 @@ class Engine:
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Reallocate the memory of `tags`. If `sleep` dropped the weights, they are incomplete until the next commit.
+        """Reallocate the memory of `tags`. Weights that `sleep` dropped are incomplete until the next commit.
 
         When no memory sleeps any more, the CUDA graphs are captured again.
         """
@@ -178,7 +178,7 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes `weights` and `kv_cache` hold now: 0 while their memory sleeps.
+        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes.
 
         For a model with experts, `routed_experts` is the host memory, in bytes, of all recorded expert ids.
         """

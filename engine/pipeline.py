@@ -1,8 +1,8 @@
 """The pipeline: plans and queues each step, then passes its results to the open requests.
 
 While a GPU computes one step, the host plans and queues the next step. The next step includes every sequence that has
-not reached `max_tokens`, although the host has not seen the sequence's last token yet. If that token turns out to end
-the sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
+not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
+sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the step in flight, decides
 whether a token ends a sample, and records the version of the weights with each token. `Pipeline` does not own the
@@ -58,12 +58,12 @@ class Ledger:
         return self._sequences[entry]
 
     def open_samples(self, samples: AnySequence[OpenSample], sequence: Sequence) -> None:
-        """Open the samples of one request. `sequence`: the sequence that computes their prompt."""
+        """Open the samples of one request. `sequence`: the sequence that computes the prompt."""
         self.open[samples[0].request.id] = dict(enumerate(samples))
         self._sequences |= dict.fromkeys(samples, sequence)
 
     def open_score(self, score: OpenScore, sequence: Sequence) -> None:
-        """Open a score. `sequence`: the sequence that computes it."""
+        """Open a score. `sequence`: the sequence that computes the score."""
         self.open[score.request.id] = score
         self._sequences[score] = sequence
 
@@ -85,8 +85,9 @@ class Ledger:
         return [*entry.values()] if index is None else [entry[index]]
 
     def samples_of(self, request_id: str) -> list[OpenSample]:
-        """Return the unfinished samples of a request. Raise UnknownRequestError if the request has no unfinished
-        samples.
+        """Return the unfinished samples of a request.
+
+        Raise UnknownRequestError if the request has no unfinished samples.
         """
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
@@ -119,8 +120,9 @@ class Ledger:
         return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
-        """Return the routed experts of the first `num_fed` tokens, or None if they were not requested or no token was
-        fed.
+        """Return the routed experts of the first `num_fed` tokens.
+
+        Return None if routed experts were not requested, or if no token was fed to the model.
         """
         if self.routes is None or sequence.routes is None or not num_fed:
             return None
@@ -210,7 +212,10 @@ class Pipeline:
         return _QueuedStep(chunks, takers, computation)
 
     def _expect(self, queued: _QueuedStep) -> None:
-        """Count the tokens that the queued step draws and that the next step computes before the host sees them."""
+        """Count the tokens that the queued step draws, so that the next step can compute their KV.
+
+        The host sees these tokens only after it has queued the next step.
+        """
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes)
         for place, samples in takers.prompts:

@@ -6,7 +6,7 @@ engine to the front end, uses this table. To add a column, change only three pla
 message, and the code that computes the column. Routed experts are not a column, because they are also recorded for the
 tokens of the prompt (`outputs.routes`).
 
-Knows nothing about models, blocks or sockets. Does not import torch, so that clients can use these types without it.
+Knows nothing about models, blocks or sockets. Does not import torch, so that clients can use these types without torch.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def plain(value: Any) -> Any:
 class Distribution(BaseModel):
     """The distribution from which a token is drawn: the model's logits, a temperature, then filters.
 
-    `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen, and of
-    equal logits the one with the lowest id. Greedy log-probs are log-probs of the model's own distribution. `top_k`
-    (-1: off) keeps the k tokens with the highest logits; of equal logits, those with lower ids are kept. `top_p` keeps
-    the smallest set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a
-    probability below min_p times the highest probability. The filters apply in this order, and each filter sees only
-    the tokens that the previous filter kept.
+    `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen. Among
+    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. `top_k` (-1:
+    off) keeps the k tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
+    set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
+    min_p times the highest probability. The filters apply in this order, and each filter sees only the tokens that the
+    previous filter kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -193,10 +193,11 @@ class SamplingParams(Distribution):
     `seed`: the seed of the request; with None, the worker uses `seed_of`. Sample i uses `derive_seed(seed, i)`.
 
     A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
-    string or several). A sample never ends in one of these ways before it has `min_tokens` tokens. The output includes
-    the tokens that ended the sample. The end-of-sequence tokens are listed in generation_config.json, config.json or
-    the tokenizer; `health` returns them as `engine["eos_token_ids"]`. With `ignore_eos`, end-of-sequence tokens do not
-    end a sample. `max_tokens` limits the tokens of a sample; with None, a sample may fill the model's context.
+    string or several). Before a sample has `min_tokens` tokens, no end-of-sequence token, stop token or stop string
+    ends it. The output includes the tokens that ended the sample. The end-of-sequence tokens are listed in
+    generation_config.json, config.json or the tokenizer; `health` returns them as `engine["eos_token_ids"]`. With
+    `ignore_eos`, end-of-sequence tokens do not end a sample. `max_tokens` limits the tokens of a sample; with None, a
+    sample may fill the model's context.
 
     `logprobs`: the distribution to which the log-probs refer. `processed`: the distribution of the draw, after
     temperature and filters. `temperature`: after temperature, without filters. `raw`: the model's own distribution.
@@ -262,11 +263,11 @@ class SamplingParams(Distribution):
     def trainer_temperature(self) -> float:
         """The temperature with which a trainer must compute log-probs to get the same distribution.
 
-        Pass this temperature to `token_log_probs`. For a plain log-softmax, divide the logits by this temperature; if
-        it is 0 (greedy), leave the logits unchanged.
+        Pass this temperature to `token_log_probs`. For a plain log-softmax, divide the logits by this temperature; at
+        temperature 0 (greedy), leave the logits unchanged.
 
-        Raise ConfigError if `logprobs` is None, or if filters or `min_tokens` remove tokens from the distribution,
-        which a trainer cannot compute.
+        Raise ConfigError if `logprobs` is None. Raise ConfigError if filters or `min_tokens` remove tokens from the
+        distribution, because a trainer cannot compute it then.
         """
         if self.logprobs is None:
             text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"
@@ -308,7 +309,7 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    `first_part`, `num_parts`: the range of parts in the fault's location that names the field.
+    `first_part`, `num_parts`: select the parts of the fault's location that name the field.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -407,7 +408,7 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
 class GenerateRequest:
     """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent other content than text, sorted and
+    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
     disjoint. `params.seed` must be set. `num_prior_tokens`: if the request continues a sample, the number of tokens at
     the end of the prompt that belong to that sample. A stop string may begin in these tokens.
     """
@@ -458,11 +459,11 @@ class SampleOutput:
     `num_cached_tokens`: the number of prompt tokens with KV that was found in the cache, or that is shared with another
     request's computation of the same prompt. `error`: if the finish reason is `error`, a description of the error.
 
-    The next three fields are None unless `top_logprobs=k` was requested. All three describe the distribution to which
-    `logprobs` refers. `entropy`: float32 [num_tokens], in nats. `top_token_ids`: int32 [num_tokens, k], the most
-    probable tokens in descending order of logit; equal logits are sorted by ascending id. `top_logprobs`: float32
-    [num_tokens, k], the log-probs of `top_token_ids`. If the filters kept fewer than k tokens, the lists are filled
-    with dropped tokens, lowest ids first, with log-prob -inf.
+    `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. These fields describe
+    the distribution to which `logprobs` refers. `entropy`: float32 [num_tokens], in nats. `top_token_ids`: int32
+    [num_tokens, k], the most probable tokens in descending order of logit; equal logits are sorted by ascending id.
+    `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the filters kept fewer than k tokens,
+    the lists are filled with dropped tokens, lowest ids first, with log-prob -inf.
 
     `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
     experts, experts per token]. None unless `return_routed_experts` was requested and the sample has a token. Row t
@@ -525,7 +526,7 @@ class ScoreOutput:
     """The log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1).
-    `finish_reason`: `stop`, or `abort` if the score was aborted; `logprobs` is then empty. `entropy`, `top_token_ids`,
+    `finish_reason`: `stop`, or `abort` for an aborted score, which has empty `logprobs`. `entropy`, `top_token_ids`,
     `top_logprobs` and `routed_experts`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts` is
     None for an aborted score.
     """

@@ -10,7 +10,7 @@ class PoolStats:
     """The block pool of the layers with the same window.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
-    free blocks that hold a prefix in the cache's index. `empty`: free blocks without such a prefix.
+    free blocks that hold a prefix in the cache's index. `empty`: free blocks that hold no prefix in the cache's index.
     """
 
     window: int | None
@@ -21,8 +21,9 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the start of the engine, and current gauges (`num_*`, `pools`, `checkpoints_ready`,
-    `checkpoints_reserved`).
+    """Counters since the start of the engine, and current gauges.
+
+    The gauges are `num_*`, `pools`, `checkpoints_ready` and `checkpoints_reserved`.
 
     `prefix_queries`: prompt tokens of generate requests. `prefix_hits`: prompt tokens that were found in the cache or
     shared with a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens with newly computed
@@ -36,14 +37,13 @@ class EngineStats:
     `shortened_hits`: tokens that were found in the cache but computed again, because the checkpoint of their recurrent
     state or their requested routed experts were missing.
 
-    The following are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were not taken,
-    because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot. `checkpoints_restored`:
-    how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be restored now.
-    `checkpoints_reserved`: checkpoints that the steps in flight will complete.
+    The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
+    not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
+    `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
+    restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
 
     `expert_tokens`: the number of tokens routed to each expert, without the step in flight. The value is the
-    little-endian bytes of an int64 array [layers with experts, experts per layer]. For models without experts it is
-    empty.
+    little-endian bytes of an int64 array [layers with experts, experts per layer]. Empty for models without experts.
     """
 
     steps: int

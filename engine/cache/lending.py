@@ -113,7 +113,7 @@ def _check(file: int, lent: LentMemory) -> None:
 
 @cache
 def place_to_lend() -> str | None:
-    """Return an identifier of the place where this process can lend memory, or None if it cannot lend.
+    """Return an identifier of the place where this process can lend memory, or None if lending is not possible.
 
     Processes with equal places can lend memory to each other. Equal places mean the same machine, container, user,
     capabilities and NUMA nodes. Capabilities matter because the system hides a process's open files from processes with

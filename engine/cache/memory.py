@@ -1,4 +1,4 @@
-"""Memory that can be released and reallocated while its tensors remain valid objects.
+"""Arenas: memory that can be released and reallocated without new tensor objects.
 
 An arena is one block of memory from which tensors are allocated one after the other. The arena owns the memory; the
 code that allocates a tensor owns the tensor's content. Promises: each tensor is aligned to 64 bytes. When `drop`
@@ -52,8 +52,8 @@ def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.
 def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
     """Return an arena on a device. Raise MemoryError or RuntimeError if there is not enough memory.
 
-    `huge_pages`: whether to use huge pages on the host. Use them for an arena that will be used as a whole; with small
-    pages, only the touched pages occupy memory.
+    `huge_pages`: whether to use huge pages on the host. Use huge pages for an arena that will be used as a whole. A
+    small page occupies memory only after it is touched.
     """
     if device.type == "cpu" and sys.platform == "linux":
         return HostArena(num_bytes, huge_pages)
@@ -63,9 +63,10 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 class Arena(ABC):
     """Memory from which tensors are allocated.
 
-    The memory is zero at first, and also after `restore` if its content was not kept. `num_held`: the bytes of device
-    memory held now, including alignment. Host pages are counted even before they are touched. `copy_note`: the reason
-    why `take` copied host pages, which is slower than moving them; empty if no pages were copied.
+    The memory is zero at first, and also after `restore` if its content was not kept. `num_held`: the bytes that the
+    arena holds on its device now, including alignment. Host pages are counted even before they are touched.
+    `copy_note`: the reason why `take` copied host pages, which is slower than moving them; empty if no pages were
+    copied.
     """
 
     copy_note = ""
@@ -100,8 +101,8 @@ class Arena(ABC):
     def drop(self, keep: bool) -> None:
         """Release the device's memory.
 
-        `keep`: whether to keep the content on the host until `restore`. If an earlier `drop` did not keep the content,
-        it remains lost.
+        `keep`: whether to keep the content on the host until `restore`. Content that an earlier `drop` did not keep
+        remains lost.
         """
 
     @abstractmethod
@@ -116,8 +117,8 @@ class Arena(ABC):
 class HostArena(Arena):
     """Pages of host memory. Content that `drop` keeps is not moved.
 
-    The pages may belong to a file that this arena mapped with `map_file`, or that an arena mapped before its content
-    was moved here.
+    The pages may belong to a file that was mapped by this arena (`map_file`), or by the arena that the content came
+    from.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:

@@ -18,7 +18,8 @@ no later query of the sequence can reach the block. A released block that was pu
 reused.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
-holds the KV of tokens [L - W + 1, L). These are the tokens to which the token at position L attends, besides itself.
+holds the KV of tokens [L - W + 1, L). In this group, the next token, at position L, attends only to these tokens and
+itself.
 
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
 extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra
@@ -31,7 +32,8 @@ Promises:
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
 - A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
-- A hit has the same token ids, extra identity and parents. These are compared in full, not only by their hash.
+- A hit has the same token ids, extra identity and parents. A lookup compares them in full, and does not rely on the
+  hash alone.
 - `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
@@ -124,8 +126,8 @@ class Pool(Generic[Owner]):
     def unpublish_all(self) -> None:
         """Remove the owners of all blocks.
 
-        The cached blocks among them are reused next, in the order of their release, because their memory is already
-        allocated. The memory of other free blocks may never have been touched.
+        Cached blocks become the next blocks to be reused, in the order of their release, because their memory is
+        already allocated. The memory of other free blocks may never have been touched.
         """
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
@@ -242,10 +244,10 @@ class Claims:
         return key in self._chains
 
     def find(self, chain: Chain, keys: Iterable[bytes]) -> bytes | None:
-        """Return the hash of the last of the consecutive blocks that other chains are computing.
+        """Return the hash of the last block in a run of consecutive blocks that other chains are computing.
 
-        `keys`: the hashes of consecutive blocks. The search stops at the first block that no other chain computes, and
-        returns None if that is the first block of `keys`. If `chain` has records, chains without records are ignored.
+        `keys`: the hashes of consecutive blocks. The run begins with the first block of `keys`. Return None if no other
+        chain computes the first block. If `chain` has records, chains without records are ignored.
         """
         found = None
         for key in keys:
@@ -360,7 +362,7 @@ class BlockTables:
                 )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
-        """Return a table with `num_new` fresh blocks per group after the blocks of `hits` that are needed to resume.
+        """Return a table with the blocks that are needed to resume after `hits`, and `num_new` fresh blocks per group.
 
         Raise RuntimeError if too few blocks are free.
         """
@@ -381,7 +383,7 @@ class BlockTables:
             blocks.extend(pool.take(num_new))
 
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """Return a new table for the first `num_tokens` tokens of `table`, and the block copies to make for it.
+        """Return a new table for the first `num_tokens` tokens of `table`, and the required block copies.
 
         The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
         group, the copies map destination to source. Enough blocks must be free.
@@ -395,7 +397,7 @@ class BlockTables:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Release the blocks of a table to which no token from position `num_computed` on can attend.
+        """Release the blocks of a table that tokens from position `num_computed` on no longer need.
 
         To make a released block available to later sequences, publish it before this call.
         """
@@ -419,7 +421,7 @@ class BlockTables:
             pool.release(table.held(group))
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix, without adding references to them."""
+        """Return a table with the blocks that are needed to resume a prefix. No references are added."""
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
         blocks = [array("q", [entry.blocks[group] or 0 for entry in hits]) for group in range(len(self.pools))]
@@ -491,9 +493,9 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block after the hits that other chains are computing (`Claims.find`).
+        """Return the hash of the last block in the run of blocks after the hits that other chains are computing.
 
-        The search is limited to blocks within tokens [0, limit).
+        See `Claims.find`. The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
@@ -541,9 +543,9 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry's own block is only cached, the chain's block,
-        which is in use, replaces it. Otherwise the cached block could be reused while the sequence runs, and the blocks
-        published after it could not be found.
+        An existing entry gets the blocks that it lacks. If the entry has a cached block, the chain's block, which is in
+        use, replaces the cached block. Without the replacement, the cached block could be reused while the sequence
+        runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)
@@ -573,7 +575,7 @@ class PrefixCache:
         """Return whether an entry can be part of a prefix that can be resumed.
 
         If some layers have no window, the entry must have its block in the group of these layers. If all layers have
-        windows, the entry must have a block in any group, or an entry that follows it.
+        windows, the entry must have a block in at least one group, or a child in the index.
         """
         if self.tables.windows[0] is None:
             return entry.blocks[0] is not None

@@ -1,6 +1,6 @@
 """The decoder: the weights and the forward pass of the model that a `DecoderSpec` describes.
 
-Owns the layout of the weights. Weights have the form that the backend requires and the names of the checkpoint
+Owns the layout of the weights. Each weight has the form that the backend requires, and the name that a checkpoint uses
 (`checkpoint_tensors`). The caller allocates their memory. The decoder does not own the memory of sequences, keeps no
 state between calls, and has no code for particular model families.
 """
@@ -106,7 +106,7 @@ class Decoder:
         return self.norm.device
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
-        """Return the weights, by their Hugging Face names. A checkpoint must have a tensor for each of them."""
+        """Return the weights, by their Hugging Face names. A checkpoint must have a tensor for each weight."""
         return self._tensors
 
     def stack_parts(self) -> dict[str, tuple[str, ...]]:

@@ -1,8 +1,7 @@
 """The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
-Promises: the cost per token does not grow with the number of earlier tokens. The text of a token is held back while it
-may end in an incomplete character, for at most three further tokens. Tokens without text do not count towards these
-three.
+Promises: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
+incomplete character, for at most three further tokens, not counting tokens without text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 REPLACEMENT = "\ufffd"
 _MOST_INCOMPLETE = 3
-"""The maximum number of bytes in an incomplete character, and therefore of tokens that contain such bytes."""
+"""The maximum number of bytes in an incomplete character. At most this many tokens contain bytes of the character."""
 
 
 class Detokenizer:
@@ -21,8 +20,8 @@ class Detokenizer:
     for tokens that did not add text.
 
     The concatenated results of `add` and `rest` are the text of all tokens, with one exception. A token may change text
-    that was already returned, for example if its bytes make the previous bytes invalid. In this case, the returned text
-    is not corrected, and later tokens are decoded without the earlier ones.
+    that was already returned, for example if its bytes make the previous bytes invalid. Returned text is never
+    corrected: if a token changes returned text, later tokens are decoded without the earlier tokens.
 
     A decoder may treat the first token of a text differently. Each token is therefore decoded together with the tokens
     before it. `tokenizers.decoders.DecodeStream` is not used, because it raises if the bytes of tokens are not valid
@@ -37,7 +36,7 @@ class Detokenizer:
         self._returned = ""  # the part of the window's text that was returned before
 
     def add(self, token_id: int) -> str:
-        """Return the text that this token completes. It is empty while the text may end within a character."""
+        """Return the text that this token completes. The result is empty while the text may end within a character."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) > len(self._returned) and not text.endswith(REPLACEMENT):

@@ -40,7 +40,7 @@ def find_config(name: str) -> Path:
 
 
 def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
-    """Overwrite the weights of a decoder with random numbers. `weights`: by their Hugging Face names.
+    """Overwrite the weights of a decoder with random numbers. `weights`: the weights by their Hugging Face names.
 
     Norm weights are set so that norms multiply by 1. The other weights are normally distributed with mean 0 and
     standard deviation 1 / sqrt(fan-in), so that inputs of unit variance give products of unit variance. Random numbers

@@ -116,7 +116,10 @@ def _read_token(path: Path) -> str | None:
 
 
 def _look_up(path: Path, token: str) -> int | str:
-    """Look up a token in the added tokens, then in the vocabulary. Return its id, or the reason why it has no id."""
+    """Look up a token in the added tokens, then in the vocabulary.
+
+    Return the token's id, or the reason why there is no id.
+    """
     if not os.path.lexists(path):
         return "no such file"
     tokenizer = read_json(path, MAX_TOKENIZER_BYTES)

@@ -2,8 +2,8 @@
 
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
 the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
-is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, or a single larger tensor. Of a
-stack, memory holds one expert's matrix at a time.
+is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, or a single larger tensor.
+Stacks are copied one expert's matrix at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .mxfp4 import dequantize, packed_shapes
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""The size limit for all headers of a checkpoint together, and for the index file. 100,000 tensors need 12 MB. A
-decoder has a few thousand tensors, or tens of thousands if each expert is stored separately.
+"""The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
+12 MB. A decoder has a few thousand tensors, or tens of thousands if each expert is stored separately.
 """
 MAX_FILES = 1024
 """The maximum number of files of a checkpoint. 1024 files of 5 GB each hold 5 TB."""
@@ -61,8 +61,8 @@ class Checkpoint(NamedTuple):
     """The tensors to copy.
 
     `files`: for each file, pairs of (name in the file, name in the decoder). `packed`: the stacks that are stored as
-    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: the number of tensors in `files`
-    that must be converted to another dtype, by the dtype in which they are stored.
+    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the
+    number of tensors in `files` that must be converted from this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -84,8 +84,8 @@ class _Wanted(NamedTuple):
 
     `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
     the number of missing parts. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
-    `packed_shapes`: the shapes of these tensors. `doubled`: the stacks that are stored in more than one form, with the
-    tensor names of all forms.
+    `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
+    form, with the tensor names of all forms.
     """
 
     shapes: dict[str, Shape]

@@ -125,7 +125,7 @@ def _read(reader: int, deadline: float) -> bytes:
 def close_all_but(descriptor: int) -> None:
     """Close all inherited descriptors except `descriptor` and the standard streams.
 
-    A child that holds no copies of the parent's connections cannot keep them open.
+    An inherited copy would keep a connection open after the parent closes it.
     """
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)

@@ -148,9 +148,7 @@ class OpenSample:
 
     @property
     def num_fed(self) -> int:
-        """The number of tokens fed to the model: prompt and sample without the last token, or 0 if no token is drawn
-        yet.
-        """
+        """The number of tokens fed to the model: prompt and sample without the last token; 0 before the first draw."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:

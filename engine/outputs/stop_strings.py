@@ -24,8 +24,9 @@ class TokenizerError(Exception):
 
 
 class Vocabulary:
-    """A tokenizer for decoding only. Errors of the tokenizer are propagated, including a `BaseException` that is not an
-    `Exception`.
+    """A tokenizer for decoding only.
+
+    Errors of the tokenizer are propagated, including a `BaseException` that is not an `Exception`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,8 +53,9 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Set the tokens before the first `feed`. Only the last tokens, in which a stop string could begin, are
-        decoded.
+        """Set the tokens before the first `feed`.
+
+        Only the last tokens, in which a stop string could begin, are decoded.
 
         Raise TokenizerError if the tokenizer fails.
         """

@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 class StepResults(NamedTuple):
     """The results of a step, on the host.
 
-    `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score of the step, the log-probs;
-    with `top_logprobs`, followed by the entropy, and the ids and log-probs of the most probable tokens. `routes`: the
-    expert rows of the step's tokens, in the format `RouteFormat`, or None if not recorded. `expert_tokens`: as in
-    `EngineStats`; empty for a model without experts.
+    `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score of the step, a list of
+    columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids and
+    log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format `RouteFormat`,
+    or None if not recorded. `expert_tokens`: as in `EngineStats`; empty for a model without experts.
     """
 
     drawn: Drawn | None
@@ -105,12 +105,12 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes `weights` and `kv_cache` hold now: 0 while their memory sleeps."""
+        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes."""
         ...
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether, on this device, a step is queued before the host has seen the tokens of the previous step."""
+    """Return whether steps on this device are queued before the host has seen the previous step's tokens."""
     return device.type == "cuda"
 
 

@@ -1,7 +1,7 @@
 """Routed experts of a step: rows and counts, which are copied to the host asynchronously.
 
-A row lists the experts of one token of the step, if they are recorded. The counts are the numbers of tokens routed to
-each expert so far. This module owns the counts on the device, and does not synchronize the device.
+A row lists the recorded experts of one token of the step. The counts are the numbers of tokens routed to each expert so
+far. This module owns the counts on the device, and does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
 class StepRoutes:
     """The routed experts of a step.
 
-    `rows`: the rows of the step's tokens, [M, layers, top_k], or None if they are not recorded. `counts`: int64
+    `rows`: the rows of the step's tokens, [M, layers, top_k], or None if the step records no experts. `counts`: int64
     [layers, num_experts], the number of tokens routed to each expert up to and including this step.
     """
 
@@ -40,7 +40,7 @@ class ExpertCounts:
 
     @torch.inference_mode()
     def take(self, routes: Tensor, is_recorded: bool) -> StepRoutes:
-        """Count the routed experts of a step, and start to copy the results to the host.
+        """Count the tokens that a step routes to each expert, and start to copy the results to the host.
 
         `routes`: the chosen experts, int32 [layers, M, top_k]. `is_recorded`: whether to return the rows of the step's
         tokens.

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch replaces several hundred kernel launches.
 
 The number of rows of a graph is a power of two. There are two graphs of each size. The forward graph computes hidden
-states and the model's records. The draw graph makes plain draws from these hidden states. Both graphs read and write
-the memory addresses that were captured.
+states and the model's records. The draw graph makes plain draws (without filters, bans and statistics) from these
+hidden states. A replay reads and writes the memory addresses that were captured.
 
 A step in which each sequence computes one token replays the forward graph. If the step makes one plain draw per
 sequence, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step with fewer rows than
@@ -150,8 +150,9 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graphs] = {}
 
     def capture(self) -> None:
-        """Capture all graphs, unless they exist. The largest is captured first, so that smaller graphs reuse its
-        memory.
+        """Capture all graphs, unless they exist.
+
+        The largest is captured first, so that smaller graphs reuse its memory.
         """
         if not self._graphs:
             capture = self._new_capture()

@@ -61,14 +61,14 @@ class EngineInfo:
     `isa`: the instruction set that the backend uses. `backend_note`: the reason why a faster backend is not used, or
     empty. `torch_version`: the version of the torch package.
 
-    `windows`: the attention windows of the model's layers, in tokens. None, for layers without a window, comes first.
-    Layers with the same window share a pool of blocks. `num_blocks`: the blocks of the first window. `window_blocks`:
-    the blocks of each further window.
+    `windows`: the attention windows of the model's layers, in tokens. The window None, of layers without a window,
+    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the blocks of the first window.
+    `window_blocks`: the blocks of each further window.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the bytes of one
-    token's recorded experts. These four are 0 for models without experts.
+    token's recorded experts. The four fields about experts are 0 for models without experts.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the time that the warm-up
     took after the weights were loaded, to compile kernels, plan memory and capture CUDA graphs.

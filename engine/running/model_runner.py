@@ -119,7 +119,7 @@ class ModelRunner:
                 cache[destinations] = cache[sources]
 
     def to_device(self, values: np.ndarray) -> Tensor:
-        """Return values on the model's device, without synchronizing. On a CPU the result shares their memory."""
+        """Copy values to the model's device without synchronizing. On a CPU, the result shares memory with `values`."""
         return to_device(torch.from_numpy(values), self.device)
 
 

@@ -1,9 +1,9 @@
-"""The memory plan: divides the memory that the weights leave among KV blocks, live states and state checkpoints.
+"""The memory plan: divides the memory beside the weights into KV blocks, live states and state checkpoints.
 
-A worker makes the plan before it allocates this memory. A model without recurrent layers has no states, and all memory
+A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
 some layers have no window, they form the first group. The configuration determines the number of blocks of the first
-group. The number of blocks of every other group is derived from that number.
+group. The planner derives the number of blocks of every other group from the first group's number.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_bl
 
     Running sequences need blocks for one window per sequence, and for the chunks of two steps. Further blocks hold the
     last window of the prefixes that are cached in the `num_blocks` blocks of the first group, so that these prefixes
-    can be resumed. The number suffices if each cached prefix has `max_model_len` tokens, or at least four windows of
-    tokens.
+    can be resumed. The further blocks suffice if each cached prefix has `max_model_len` tokens, or at least four
+    windows of tokens.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)
@@ -205,7 +205,7 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max_model_len: int) -> int:
     """Return how many blocks of the first group fit into `room` bytes, along with the blocks of the other groups.
 
-    Checkpoints also take part of `room`, unless `state_budget` sets their number.
+    Unless `state_budget` sets the number of checkpoints, `room` also includes the memory of checkpoints.
     """
     if not _has_checkpoints(config, interval) or config.state_budget is not None:
         most, each = room // sizes.block, 0

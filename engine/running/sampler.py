@@ -133,9 +133,7 @@ class Sampler:
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits after temperature and filters, and the tokens of these rows, up to `_LOGITS_ROWS` rows at a
-        time.
-        """
+        """Yield logits after temperature and filters, with their tokens, for up to `_LOGITS_ROWS` rows at a time."""
         record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):

@@ -1,7 +1,7 @@
 """Warm-up on a GPU: ensures that no step waits for a compilation or runs out of memory.
 
-The warm-up compiles kernels for every number of rows that a step may have. It then captures all CUDA graphs and
-computes the largest step, on a KV cache with one block per attention window. The memory that is then still free is
+The warm-up compiles kernels for every number of rows that a step may have. The warm-up then captures all CUDA graphs
+and computes the largest step, on a KV cache with one block per attention window. The memory that remains free is
 available to the real KV cache. On a CPU, the warm-up does nothing.
 """
 
@@ -71,7 +71,10 @@ class _Computation:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
-        """Return the hidden states of a decode and a chunk of a prompt in one batch; up to 2 rows are only a chunk."""
+        """Return the hidden states of a batch with a decode and a chunk of a prompt.
+
+        A batch of up to 2 rows is only a chunk.
+        """
         lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden

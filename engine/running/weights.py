@@ -2,8 +2,8 @@
 
 Owns the memory of the live weights and of stagings. While adapters are merged into the live weights, also owns the
 unmerged base weights (`AdapterBase`). Does not know the source or the version of new weights, or what happens to
-requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each of these workers commits
-the staging itself.
+requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each worker that shares a
+staging makes a commit of its own.
 
 Promises: in host memory, the addresses of live weights never change. Until the commit, nothing is written to the live
 weights, unless the staging is in place. A commit that raises changes nothing. A second thread may call `new_staging`
@@ -57,7 +57,7 @@ class WeightStore:
 
     `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names of parameters and of
     `parts`. `is_whole`: whether the live weights are complete and of one version. `sleep` at level 2 and the first
-    write to an in-place staging make it False, until every parameter is committed.
+    write to an in-place staging make `is_whole` False, until every parameter is committed.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class WeightStore:
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """The parts in which new weights may contain some parameters (`Parts`)."""
+        """The names of the parts that new weights may have in place of a parameter (`Parts`)."""
         return self.model.stack_parts()
 
     @property
@@ -110,7 +110,9 @@ class WeightStore:
 
     @property
     def kin(self) -> str | None:
-        """An identifier of the processes that can share the memory of weights; None if this process cannot.
+        """An identifier of the group of processes that can share the memory of weights.
+
+        None if this process cannot share memory.
 
         Processes with equal `kin` can lend memory to each other, and have the same layout of weights.
         """
@@ -134,7 +136,7 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """Return a staging. `in_place`: whether to overwrite the live weights, for lack of memory for a second set."""
+        """Return a staging. `in_place`: whether to overwrite the live weights, for lack of memory for two sets."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
@@ -215,7 +217,7 @@ class WeightStore:
         return self.tensors[name if part is None else part.stack].dtype
 
     def _missing(self, staged: set[str]) -> str | None:
-        """Return a parameter that is not completely staged, as a whole or in parts. Return None if there is none."""
+        """Return the first parameter that is not completely staged, as a whole or in parts, or None."""
         parts = self.spellings.parts_among(staged)
         names = (name for name in self.shapes if name not in staged)
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
@@ -264,7 +266,7 @@ class WeightStaging:
         """Announce adapters: `rows` then also accepts A and B of the given weights, and `merge` adds their product.
 
         `weights`: for each adapted weight, (name of A, name of B, rank, scale). `alone`: whether the adapters are added
-        to the base weights of the live weights; otherwise, they are added to the staged rows.
+        to the base weights of the live weights; otherwise, the adapters are added to the staged rows.
 
         Raise ValueError if the staging is in place, or if `alone` is set and the live weights are incomplete.
         """
@@ -309,7 +311,7 @@ class WeightStaging:
         return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Return rows [start, start + length) of a parameter or a part. Write them once, immediately, with `copy_`.
+        """Return rows [start, start + length) of a parameter or a part. Write the rows once, immediately, with `copy_`.
 
         For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the rows include
         the last row. Each row of a stack is the matrix of one expert. After `adapt`, `name` may also be the name of an
@@ -328,7 +330,7 @@ class WeightStaging:
         return part
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Record elements of a parameter or a part, which the commit will overwrite.
+        """Record new values for elements of a parameter or a part. The commit writes the values.
 
         `indices`: flat, int64 [n]. `values`: [n]. The call copies indices and values. Raise ValueError if the staging
         is in place, or if indices or values do not fit the parameter.
@@ -349,14 +351,14 @@ class WeightStaging:
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """Return the parameters and parts with staged rows. Raise ValueError if one of them lacks rows."""
+        """Return the parameters and parts with staged rows. Raise ValueError if only some rows of a name are staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
                 raise ValueError(f"{name}: {self._store.shape(name)[0]} rows must be staged (got {count})")
         return set(self._staged_rows)
 
     def drop(self) -> None:
-        """Free the memory and forget the staged weights. After this call, nothing may be written to its rows."""
+        """Free the memory and forget the staged weights. Do not write to rows of the staging after this call."""
         if self.arena is not None:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []

@@ -5,7 +5,7 @@ A slot holds the state of all recurrent layers for one sequence, after one of it
 
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
   checkpoint or is a fork, `source` is first the slot of the checkpoint or of the parent, which is only read. If the
-  sequence starts without a state, `source` is first no slot.
+  sequence starts without a state, `source` is `NO_SLOT` at first.
 - `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of these slots, and a step in flight holds a reference to the checkpoint that it
@@ -17,13 +17,12 @@ budget. `Branches` owns the positions at which prompts branch and a checkpoint i
 `StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots (`model_runner`) or the
 published prefixes (`prefix_cache`).
 
-Checkpoints are taken at block boundaries, at the following absolute positions. A chunk that reaches such a position
-ends there:
+A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at these absolute positions:
 
 - every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens after a preemption);
 - at the last block boundary before the last token of a prompt, so that a request with the same prompt can resume there;
 - where prompts branch: at the end of the blocks that a sequence found in the cache, but must compute again because a
-  checkpoint is missing. Until this checkpoint is ready, other prompts with these blocks wait for it;
+  checkpoint is missing. Other prompts with the same blocks wait for the checkpoint;
 - every `Intervals.decodes` tokens while decoding.
 
 A checkpoint is reserved when the scheduler plans the step that writes it, and ready when that step is done. A
@@ -146,9 +145,7 @@ class StateSlots:
         return self.share(self._ready[entry])
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drop the checkpoints of removed entries. A sequence that reads such a checkpoint keeps the slot until it is
-        done.
-        """
+        """Drop the checkpoints of removed entries. A slot that a sequence still reads stays in use."""
         for entry in entries:
             slot = self._ready.pop(entry, None)
             if slot is not None:
@@ -230,8 +227,8 @@ class Branches:
     def find(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
         """Return the hash of the last block at which another sequence will take a checkpoint, or None.
 
-        The search is limited to blocks [num_resumed, num_hits). These blocks are cached, but `sequence` must compute
-        them again unless it waits for a checkpoint.
+        The search is limited to blocks [num_resumed, num_hits). Blocks in this range are cached, but `sequence` must
+        compute them again unless it waits for a checkpoint.
         """
         keys = sequence.chain.hashes[num_resumed:num_hits]
         return next((key for key in reversed(keys) if key in self._takers), None)
@@ -276,8 +273,9 @@ class RecurrentStates:
         return Slots(own, source)
 
     def fork(self, parent: Sequence) -> Slots | None:
-        """Return slots for a child that continues from the current state of its parent. The state is not overwritten
-        from now on.
+        """Return slots for a child that continues from the current state of its parent.
+
+        The parent's current state is not overwritten after this call.
 
         Return None if too few slots are available.
         """
@@ -325,7 +323,7 @@ class RecurrentStates:
     def publish(self, chunks: Chunks, epoch: int) -> None:
         """Make the checkpoints at the ends of `chunks` ready. The blocks of `chunks` must be published.
 
-        Checkpoints of an earlier epoch are dropped, as are those of sequences that have lost their blocks.
+        Drop checkpoints of an earlier epoch, and checkpoints of sequences that have lost their blocks.
         """
         if not self._pending:
             return
@@ -363,7 +361,7 @@ class RecurrentStates:
         return int(lanes.slot[lane]), int(lanes.source[lane]), int(lanes.target[lane])
 
     def _next(self, sequence: Sequence) -> int:
-        """Return the position of a sequence's next checkpoint, or 0 if the position is beyond its tokens."""
+        """Return the position of the next checkpoint within a sequence's tokens, or 0 if there is none."""
         start, last = sequence.num_computed, sequence.num_tokens - 1
         if sequence.num_uncomputed == 1:
             return _multiple(self._intervals.decodes, start, last + 1)

@@ -1,8 +1,8 @@
 """The scheduler: chooses the tokens that a step computes, and allocates blocks to sequences.
 
 Each sequence has `num_tokens` and `num_computed`. Every step increases `num_computed` towards `num_tokens`, within a
-token budget. Prefill, chunked prefill, decode, resumed prefixes and recomputation after a preemption are not separate
-cases.
+token budget. The scheduler therefore has no separate cases for prefill, chunked prefill, decode, resumed prefixes and
+recomputation after a preemption.
 
 `SharedPrompts` owns the index of prompts that are being computed, so that a request with the same prompt can share the
 computation. `Waiting` owns the waiting sequences. `Running` owns the running sequences, with the blocks, lanes and
@@ -11,11 +11,11 @@ does not know how tokens are sampled or why a sequence ends.
 
 A step is filled with running decodes first, then with chunks of running prompts, then with chunks of newly admitted
 sequences. A prompt of any length therefore delays a decode by at most one chunk. Blocks are reserved chunk by chunk. If
-a sequence needs a block and none is free, the newest running sequence is preempted, but never for the benefit of a
-newer one. The oldest running sequence therefore always advances, and every accepted request finishes. A waiting
-sequence is set aside while running sequences compute its next blocks, until the last of these blocks is published.
-Later sequences may be admitted before a sequence that is set aside. The time to plan a step does not grow with the
-number of waiting sequences.
+a sequence needs a block and no block is free, the newest running sequence is preempted. A sequence is never preempted
+for a newer sequence. The oldest running sequence therefore always advances, and every accepted request finishes. A
+waiting sequence is set aside while running sequences compute its next blocks, until the last of these blocks is
+published. Later sequences may be admitted before a sequence that is set aside. The time to plan a step does not grow
+with the number of waiting sequences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedPrompts:
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
         """Return the sequence that computes this prompt, or None. Further samples may be added to the sequence.
 
-        The sequence has records if and only if `chain` has records.
+        The sequence records routed experts if and only if `chain` does.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
@@ -130,7 +130,7 @@ class Waiting:
         return iter(sorted({*self.ready}.union(*self._aside.values()), key=order_of))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the ready ones."""
+        """Add a sequence to `ready`."""
         insort(self.ready, sequence, key=order_of)
 
     def remove(self, sequence: Sequence) -> None:
@@ -159,8 +159,8 @@ class Waiting:
 class Running:
     """At most `capacity` running sequences.
 
-    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: their recurrent states, or None if the model
-    has none.
+    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: the recurrent states of the sequences, or
+    None if the model has no recurrent layers.
     """
 
     def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots | None, intervals: Intervals) -> None:
@@ -399,8 +399,8 @@ class Scheduler:
     def schedule(self) -> Chunks:
         """Return the chunks of the next step, with blocks reserved for them.
 
-        The result is empty if there are no sequences. It is also empty if all sequences wait for tokens, blocks or
-        prefixes from the step in flight.
+        The result is empty only if there are no sequences, or if all sequences wait for results of the step in flight
+        (tokens, blocks or prefixes).
         """
         plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
         running = self.running.in_order()
@@ -444,8 +444,9 @@ class Scheduler:
                     cache.tables.give_back(sequence.table, end)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """Call `Running.fork`. If the child cannot run, it waits. When it starts, it finds its parent's blocks in the
-        cache.
+        """Call `Running.fork`.
+
+        A child that cannot run waits. When the child starts, it finds the blocks of its parent in the cache.
         """
         child = self.running.fork(parent, sample, token)
         if not child.table:
@@ -482,7 +483,7 @@ class Scheduler:
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
         """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all of them.
 
-        Return the lanes that must be planned one by one instead: all lanes within the budget, or none.
+        Return the lanes that must still be planned one by one: all lanes within the budget, or none.
         """
         decoding, lanes = decoding[: plan.budget], self.running.lanes
         if self.running.states is not None and self.running.states.cuts_decodes(decoding):

@@ -39,9 +39,9 @@ class Counters:
 
     `num_tokens`: the number of tokens so far, prompt and decoded, including an unseen token. `num_computed`: the number
     of tokens with KV that is in the sequence's blocks, or will be there when the steps in flight are done.
-    `last_token`: the last token that the host has seen. `has_unseen` (bool): whether there is an unseen token, which
-    means that the step in flight draws it and the host does not know it yet. `slot`, `source`, `target`: the slots of
-    the recurrent state (`recurrent`).
+    `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
+    An unseen token is drawn by the step in flight, and not known to the host yet. `slot`, `source`, `target`: the slots
+    of the recurrent state (`recurrent`).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -62,8 +62,8 @@ class Sequence:
     `purpose`: the samples for which tokens are drawn after the last token, or the score that receives the log-probs.
     `claim`: the hash of the block for which the sequence waits while another sequence computes it, or None.
     `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
-    `branch`: the number of tokens found in the cache at admission, if the checkpoint of their state was missing and the
-    sequence will take it. 0 otherwise.
+    `branch`: the position of a missing checkpoint that the sequence will take, at the end of the tokens that it found
+    in the cache. 0 if there is no such checkpoint.
     `routes`: the recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens
     has the recorded experts of all tokens except the last.
     `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
@@ -177,7 +177,7 @@ _FEWEST_BLOCKS = 16
 class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    The following arrays have one element or row per lane, as the counters do. `num_blocks`: the number of blocks of the
+    Like the counters, these arrays have one element or row per lane. `num_blocks`: the number of blocks of the
     sequence, int64. `num_left`: the number of sequences that have left the lane, int64. `tables`: for each group, the
     block tables, int64 [capacity, blocks], padded with zeros. `sequences`: the sequence in the lane, or None.
     `is_decoding`: whether the sequence has a single sample and decoded tokens, bool. `samples`, `draws`: the sample of
@@ -193,7 +193,7 @@ class Lanes(Counters):
         self._free = list(reversed(range(capacity)))
 
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
-        """Assign a lane to a sequence that starts to run. The KV of its first `num_computed` tokens is computed."""
+        """Assign a lane to a sequence that starts to run. The KV of `num_computed` tokens is already computed."""
         lane = self._free.pop()
         sequence.counters, sequence.lane = self, lane
         self.sequences[lane] = sequence
@@ -235,7 +235,7 @@ class Lanes(Counters):
     def expect(self, decodes: Chunks) -> None:
         """Count the next token of each decoding sequence as an unseen token, while the step in flight draws it.
 
-        A token that `max_tokens` makes the last one is not counted, because no step computes it.
+        The last token that `max_tokens` allows is not counted, because no step computes its KV.
         """
         lanes = decodes.lanes
         goes_on = self._holds(decodes) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
@@ -312,8 +312,8 @@ class Takers:
 
     A place is the index of a chunk in the step. `samples`: the samples for which tokens are drawn: first the samples
     with a sequence of their own, then the samples that draw their first token. Samples of the same prompt are adjacent.
-    `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The draws have
-    the order of the samples. `decodes`: the chunks of the samples with a sequence of their own. `scores`: the place of
+    `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The draws are
+    in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their own. `scores`: the place of
     each scored chunk, with its score. `prompts`: the place of each completed prompt, with the range of its samples in
     `samples`.
     """
