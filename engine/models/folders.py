@@ -45,8 +45,8 @@ def no_weights(folder: Path) -> ModelError:
         return ModelError(f"{lacking}; save the model there, as transformers' save_pretrained does")
     more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
     return ModelError(
-        f"{lacking}, but {pickles[0]}{more}: pickles, which may run code and are therefore not opened; if you trust the "
-        f"pickles, convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
+        f"{lacking}, but {pickles[0]}{more}: pickles, which may run code and are therefore not opened; if you trust "
+        f"the pickles, convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
         ".save_pretrained('NEW')`, copy the files of the tokenizer to NEW as well, and serve NEW"
     )
 

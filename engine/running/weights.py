@@ -311,7 +311,8 @@ class WeightStaging:
         return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Return rows [start, start + length) of a parameter or a part. Write the rows once, immediately, with `copy_`.
+        """Return rows [start, start + length) of the parameter or part `name`. Write the rows once, immediately, with
+        `copy_`.
 
         For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the rows include
         the last row. Each row of a stack is the matrix of one expert. After `adapt`, `name` may also be the name of an
