@@ -53,7 +53,7 @@ def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
         log.info("%s: samples end at the tokens %s", folder, named)
         return
     log.warning(
-        "%s: generation_config.json, config.json and the tokenizer name no end-of-sequence token; samples end only by "
+        "%s: generation_config.json, config.json and the tokenizer name no end-of-sequence token; samples end only at "
         "max_tokens, stop_token_ids and stop; set eos_token_id in generation_config.json",
         folder,
     )
