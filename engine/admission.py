@@ -125,7 +125,7 @@ class Admission:
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
         """Return the sequence that computes the prompt.
 
-        If another request with the same prompt has started a sequence, join it. Otherwise, make a new sequence.
+        If a sequence of another request computes the same prompt, join the sequence. Otherwise, make a new sequence.
         """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)

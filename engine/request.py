@@ -267,7 +267,7 @@ class SamplingParams(Distribution):
         temperature 0 (greedy), leave the logits unchanged.
 
         Raise ConfigError if `logprobs` is None. Raise ConfigError if filters or `min_tokens` remove tokens from the
-        distribution, because a trainer cannot compute it then.
+        distribution, because a trainer cannot compute the remaining distribution.
         """
         if self.logprobs is None:
             text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"

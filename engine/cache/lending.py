@@ -143,7 +143,7 @@ class _Probe(LendableArena):
 
 
 def _may_be_looked_at() -> bool:
-    """Return whether other processes of this user may open the files that this process has open.
+    """Return whether other processes of this user may access this process's open files.
 
     If the program runs with capabilities or as another user (setuid), these files belong to root.
     """

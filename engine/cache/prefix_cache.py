@@ -18,8 +18,7 @@ no later query of the sequence can reach the block. A released block that was pu
 reused.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
-holds the KV of tokens [L - W + 1, L). In this group, the next token, at position L, attends only to these tokens and
-itself.
+holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].
 
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
 extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra

@@ -1,4 +1,4 @@
-"""End-of-sequence tokens: finds the tokens that end a text in the files of a model folder.
+"""End-of-sequence tokens, read from the files of a model folder.
 
 Owns nothing. Promises: the result is the union of the tokens named in generation_config.json, config.json and the
 tokenizer. A sample therefore ends wherever transformers or another server would end it. Only the JSON files of a

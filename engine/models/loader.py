@@ -2,8 +2,8 @@
 
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
 the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
-is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, or a single larger tensor.
-Stacks are copied one expert's matrix at a time.
+is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
+matrix.
 """
 
 from __future__ import annotations

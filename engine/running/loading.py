@@ -153,7 +153,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def outline(config: EngineConfig) -> Decoder:
-    """Return the model that `config.model` names on torch's meta device, without memory.
+    """Return the model that `config.model` names, on torch's meta device (without memory).
 
     Accepts the same names and raises the same errors as `load_dummy`.
     """

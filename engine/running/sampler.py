@@ -44,8 +44,8 @@ class Drawn(NamedTuple):
 class Drawing:
     """A draw of tokens in progress. `token_ids`: int64 [R], on the device.
 
-    `recorded`: for each row of `statistics`, the index of the draw and the number of tokens to list; -1 if no
-    statistics were requested for the draw.
+    `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. A draw
+    without requested statistics has -1.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class Sampler:
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the indices of draws in three groups.
 
-    The groups are draws with statistics but without filters and bans, draws with filters or bans, and plain draws.
+    The first group has draws with statistics, but without filters or bans. The second group has draws with filters or
+    bans. The third group has plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)

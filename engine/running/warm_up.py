@@ -34,7 +34,7 @@ def is_needed(device: torch.device) -> bool:
 def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """Warm up the device, and return how many bytes are available for the KV cache.
 
-    Raise ConfigError if the largest step and the CUDA graphs do not fit into the memory that the weights leave. Raise
+    Raise ConfigError if the largest step and the CUDA graphs do not fit into memory beside the weights. Raise
     ConfigError if kernels cannot be compiled or stored.
     """
     device = loaded.model.device

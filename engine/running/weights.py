@@ -311,8 +311,9 @@ class WeightStaging:
         return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Return rows [start, start + length) of the parameter or part `name`. Write the rows once, immediately, with
-        `copy_`.
+        """Return rows [start, start + length) of a parameter or a part.
+
+        Write the rows once, immediately, with `copy_`.
 
         For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the rows include
         the last row. Each row of a stack is the matrix of one expert. After `adapt`, `name` may also be the name of an
@@ -352,7 +353,7 @@ class WeightStaging:
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """Return the parameters and parts with staged rows. Raise ValueError if only some rows of a name are staged."""
+        """Return the parameters and parts with staged rows. Raise ValueError if one is only partly staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
                 raise ValueError(f"{name}: {self._store.shape(name)[0]} rows must be staged (got {count})")
