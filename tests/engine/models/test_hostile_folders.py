@@ -96,7 +96,7 @@ def test_json_nested_too_deeply_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_settings_of_a_megabyte_are_refused(folder: Path, file: str) -> None:
     (folder / file).write_text(json.dumps({"a": "x" * 2**20}))
-    assert f"{file}: 10485" in (message := refusal(folder)) and "bytes (limit 1048576)" in message
+    assert f"{file}: file is too large: 10485" in (message := refusal(folder)) and "bytes (limit 1048576)" in message
 
 
 def test_an_index_out_of_proportion_is_refused(folder: Path) -> None:
