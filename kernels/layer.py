@@ -1,7 +1,7 @@
-"""The arithmetic of a layer, written once over the ops.
+"""The arithmetic of a layer, defined once in terms of the ops.
 
-A worker runs it on a backend with its memory (`run_layers`), a trainer on ops with gradients (`training`). A backend
-that fuses steps, or runs of layers, gives the same bits as this definition.
+A worker runs a layer on a backend, with the layer's memory (`run_layers`). A trainer runs a layer on ops with gradients
+(`training`). A backend that fuses steps, or runs of layers, gives the same bits as this definition.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape, held=...): return the weight of that name, a `Weight` for two dimensions and a tensor otherwise,
-held as the `WeightSpec` says. With `layout`, a `StackLayout`: return the matrices of a layer's experts, of shape [E,
-rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
+"""get(name, *shape, held=...): return the weight `name`: a `Weight` if it has two dimensions, else a tensor. `held`, a
+`WeightSpec`, gives its dtype and part. With `layout`, a `StackLayout`: return the matrices of a layer's experts, of
+shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
 """
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
@@ -90,7 +90,7 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with weights from `get`, which is always called in the same order."""
+    """Return a layer with weights from `get`. Every call requests the weights in the same order."""
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
@@ -163,7 +163,7 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1. For backends that support no other number."""
+    """Raise ConfigError unless `pieces` is 1. For backends that compute `Backend.project_back` in one piece only."""
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
 
@@ -262,7 +262,7 @@ def project(
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the heads' attention outputs, multiplied by the output gate if there is one: [M, heads * D].
 
-    `q`: queries from `project`. `attend`: computes the attention of queries [M, heads, D], in that shape.
+    `q`: queries from `project`. `attend`: returns the attention of queries [M, heads, D], in the same shape.
     """
     if not spec.output_gate:
         return attend(q).flatten(1)

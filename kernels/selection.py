@@ -1,4 +1,4 @@
-"""Select the backend for a model on a device. Each backend decides which models it cannot serve, and why."""
+"""Select the backend for a model on a device. Each backend states the models that it cannot serve, and the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ("cpu", "triton", "reference")
 class SelectedBackend:
     """The backend for a model.
 
-    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can hold the backend's
+    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can capture the backend's
     calls.
     """
 
@@ -52,7 +52,7 @@ def select_backend(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why the backend cannot serve such a decoder, or an empty string."""
+    """Return the reason that the backend cannot serve this decoder, or an empty string."""
     from . import cpu, triton
 
     return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)

@@ -1,8 +1,8 @@
 """The matrices of a layer's experts in one weight of the backend.
 
-A backend holds the matrices one below the other, as a matrix of E * R rows. A checkpoint has one tensor [E, R, C], or,
-depending on its `StackLayout`, another order of the same elements. `Stack` accepts whole tensors, or single
-elements of them, in the checkpoint's layout.
+A backend holds E matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor of the same elements, [E, R,
+C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single elements of a tensor, in the
+checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory it takes."""
+        """The bytes of memory of the stack."""
         return self.matrix.nbytes
 
     def copy_(self, source: Tensor | Stack) -> None:
