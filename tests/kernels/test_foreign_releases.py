@@ -130,7 +130,7 @@ def test_a_rotation_with_one_more_argument_is_refused(monkeypatch: pytest.Monkey
         describe(raw)
     assert "the rotation linear takes config, device, layer_type, seq_len, sharpness" in str(refused.value)
     monkeypatch.delitem(ROPE_INIT_FUNCTIONS, "linear")
-    with pytest.raises(ModelError, match="the rotation linear takes nothing, as it is missing"):
+    with pytest.raises(ModelError, match="the rotation linear takes nothing, since it is missing"):
         describe(raw)
 
 
