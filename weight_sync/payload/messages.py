@@ -29,7 +29,7 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. It ends any push that is still in progress.
+    """Call that begins a push of weights. Any other push in progress is ended.
 
     - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
     - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
@@ -37,7 +37,7 @@ class BeginPush(Message):
     - `allow_older`: accept a version that is not later than the served one.
     - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates nothing
       from the time the source is open until the commit.
-    - `in_flight`: with `in_place`, what happens to running requests. `drain` may take `drain_timeout` seconds.
+    - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
     - `timeout`: limit on every other wait in this push, in seconds.
     """
@@ -60,12 +60,12 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push carries every tensor whole, and no adapters."""
+        """Return whether the push sends every tensor whole, and no adapters."""
         return self.base is None and self.adapters is None
 
 
 class StageBucket(Message):
-    """Call that announces a bucket. The reply says that its bytes were copied and are correct, so its slot is free."""
+    """Call that announces a bucket. A success means that the bytes are correct and copied, so the slot is free."""
 
     type: Literal["stage_bucket"] = "stage_bucket"
     id: Id
@@ -96,7 +96,9 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. An unknown push counts as aborted. A committed push stays committed: see the reply."""
+    """Call that aborts a push. For an unknown push, this is a no-op. A committed push stays committed, as the reply
+    shows.
+    """
 
     type: Literal["abort_push"] = "abort_push"
     id: Id
@@ -109,7 +111,7 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """The parameters that a push must carry, and which weights the worker serves.
+    """The parameters that a push must contain, and the weights that the worker serves.
 
     - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
@@ -120,7 +122,7 @@ class Weights(Message):
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
-    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot.
+    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot share memory.
     - `instance`: see `Health`.
     """
 

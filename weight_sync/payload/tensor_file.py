@@ -2,7 +2,7 @@
 
 Owns the checks of the header, which is read once. Does not own the file. Promises that every length and offset is
 checked before it is used, and that a truncated file raises an error. The file is read with system calls, during which
-other threads run. It is never mapped, since access to a missing part of a mapped file would kill the process.
+other threads run. The file is never mapped, since access to a missing part of a mapped file would kill the process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TensorFile:
     `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have a different
     dtype, by name. `entries`: the tensors in the order of their bytes.
 
-    Raise PushError with `path` if this is not a whole safetensors file with such tensors, or if its header has more
-    than `max_header_bytes`.
+    Raise PushError, which names `path`, if the file is not a whole safetensors file with tensors of these dtypes. Also
+    raise PushError if the header has more than `max_header_bytes`.
     """
 
     def __init__(self, file: FileIO, path: Path, dtype: str, dtypes: Mapping[str, str], max_header_bytes: int) -> None:

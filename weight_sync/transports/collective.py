@@ -1,17 +1,17 @@
-"""Broadcast buckets from one trainer to many workers, in a process group of their own.
+"""Broadcast buckets from one trainer to many workers, in a separate process group.
 
-The group is separate from the trainer's default group, and each push makes a new one, so that the failure of an earlier
-push leaves no trace in it. It is a gloo group for buckets in host memory, and an NCCL group for buckets in GPU memory,
-where each member has its own buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
+The group is not the trainer's default group. Each push creates a new group, so a failed push does not affect later
+pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has
+buckets of its own. Traffic is neither encrypted nor authenticated: use it on a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
-each wait for a bucket ends within the timeout; peers of a dead member learn of it at once with gloo, and within the
-timeout with NCCL; `close` never waits.
+each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo, and within
+the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may keep the same, a wait for a bucket until its timeout, and a thread that
-joins the group. That thread has no time limit: it ends when NCCL has connected the members, or when the connection to
-the store ends. While `MOST_JOINING` such threads exist, pushes through NCCL are refused.
+broadcast times out. A worker with NCCL may keep a thread and connections too, a wait for a bucket until the timeout,
+and a thread that joins the group. A joining thread has no time limit: it ends when NCCL has connected the members, or
+when the connection to the store ends. While `MOST_JOINING` joining threads exist, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GroupSlots:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Release everything. Without the store, a member that still waits to join gets an error at once."""
+        """Release everything. Closing the store gives members that still wait to join an error at once."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)
@@ -192,7 +192,7 @@ def _begin_to_join_as_worker(
 def _begin_to_join(
     source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
 ) -> Future[Any]:
-    """Join on a thread of its own: if the store stops answering, its client may wait longer than any timeout."""
+    """Join on a separate thread, since the store's client may exceed any timeout if the store stops answering."""
     joining: Future[Any] = Future()
 
     def run() -> None:
@@ -254,7 +254,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a transfer. The timeout is needed: without it NCCL would only make the GPU wait, not the caller."""
+    """Wait for a transfer. Without a timeout, NCCL would make only the GPU wait, not the caller."""
     with _explained():
         work.wait(timeout)
 

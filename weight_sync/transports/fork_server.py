@@ -1,10 +1,11 @@
-"""The processes that receive weights by gloo for a worker, so that a crash in gloo does not kill the worker.
+"""Processes that receive weights through gloo for a worker, so that a crash in gloo does not kill the worker.
 
 `python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch once, which
-takes seconds, and forks two processes for each push, which takes milliseconds. One joins the group and receives. The
-other watches the first and reports how it ended. Both end when the worker closes its end of the push's channel. The
-server ends when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes both. Therefore
-only the server outlives a push, and nothing outlives the worker.
+takes seconds, and forks two processes for each push, which takes milliseconds. The receiving process joins the group
+and receives. The watcher watches the receiving process and reports how it ended. Watcher and receiving process end when
+the worker closes its end of the push's channel. The server ends when the worker closes its end of DESCRIPTOR. If the
+worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the server outlives a push, and no
+process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then `receive` for
@@ -67,7 +68,7 @@ def _begin(push: dict[str, Any], requests: socket.socket, channel: socket.socket
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """Fork a process that calls `run` and ends. Return its id."""
+    """Fork a process that calls `run` and exits. Return the process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -80,7 +81,7 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> None:
-    """Fork a process that receives, kill it when the worker closes the channel, and report how it ended."""
+    """Fork a process that receives, kill it when the worker closes the channel, and report how the process ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the system discards the exit status
     watcher = os.getpid()
     alive, held = os.pipe()

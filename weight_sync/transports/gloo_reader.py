@@ -1,11 +1,11 @@
 """The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
 
-Owns: the fork server of the receiving processes (see `fork_server`), which the first such push starts and later ones
-reuse; and for each push the channel to the receiving process and the memory for two buckets. Promises: a crash of the
-receiving process is only an error of the push; every wait has a deadline, and ends within `TURN_SECONDS` once the push
-is closed; `close` does not wait, and leaves no thread, descriptor or process of the push behind. The fork server ends
-with this process. With a torch for CPUs it takes about 220 MB of memory, of which 160 MB are not shared, and makes the
-first push a second or two longer.
+Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
+process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse it.
+Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
+`TURN_SECONDS` once the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
+behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
+of which 160 MB are not shared. Its start makes the first push one or two seconds longer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 from .fork_server import MAX_MESSAGE_BYTES
 from .gloo import STORE_SECONDS
 
-# -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone of the repository, the folder `kernels` would hide a
+# package of that name.
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a single-threaded process can fork safely and go on. Without these variables the libraries start threads."""
+"""Only a single-threaded process can fork safely. Without these variables, libraries would start threads."""
 _MARGIN_SECONDS = 1.0
 """Extra time that gloo may take beyond its timeout to report its failure."""
 TURN_SECONDS = 0.02
@@ -125,7 +126,7 @@ class GlooReader:
         self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
         starting = "cannot start the receiving process"
-        self._wait("start", starting, deadline, "it takes longer than the timeout; the next push will find it ready")
+        self._wait("start", starting, deadline, "the start exceeds the timeout; it goes on, and helps the next push")
         store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
         place = f"{source.host}:{source.port}"
         self._wait("connect", f"cannot reach the store at {place}", store_deadline, "no answer")
@@ -157,7 +158,7 @@ class GlooReader:
 
 
 class _Memory:
-    """Memory shared with a receiving process. `view`: its mapping here, uint8."""
+    """Memory shared with a receiving process. `view`: the mapping in this process, uint8."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("trueroll-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -23,7 +23,9 @@ def gpu_of(device: torch.device | str) -> str | None:
 
 
 def shares_gpu(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Return whether trainer and workers (address to GPU) all use one GPU, which can then hold buckets for all."""
+    """Return whether trainer and workers (address to GPU) all use the same GPU, so that its memory can hold the
+    buckets.
+    """
     return trainer is not None and set(workers.values()) == {trainer}
 
 
@@ -53,7 +55,9 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes its stream first."""
+    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes the device's stream
+    first.
+    """
     if device.type != "cuda":
         yield
         return

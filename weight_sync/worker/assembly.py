@@ -1,8 +1,8 @@
 """Assembles the pieces of a push into a complete set of weights, or raises an error that names the tensor.
 
-Owns the count of what has arrived. Does not own the staging that it writes to, or the memory that it reads from, and
-keeps no reference to that memory. Promises that every length, offset and index is checked before it is used, and that
-`finish` succeeds only if every tensor of the push arrived exactly once, whole or in all its parts.
+Owns the count of the rows and elements that have arrived. Does not own the staging area or a bucket's memory, and keeps
+no reference to a bucket's memory. Promises: every length, offset and index is checked before use. `finish` succeeds
+only if every tensor of the push arrived exactly once, whole or in all its parts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Writable(Protocol):
 
 
 class StagingArea(Protocol):
-    """The place where the weights of a push are assembled: beside the live weights or, in place, in them."""
+    """The memory in which the weights of a push are assembled: a second set of weights or, in place, the live
+    weights.
+    """
 
     @property
     def num_bytes(self) -> int: ...
@@ -51,11 +53,11 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set elements. `indices`: flat, int64. Copies both tensors at once, since their memory is reused."""
+        """Set elements. `indices`: flat, int64. Copies both tensors immediately, since their memory is reused."""
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Expect adapters of these weights: for each (name of A, name of B, rank, scale).
+        """Expect adapters. `weights`: maps each adapted weight to (name of A, name of B, rank, scale).
 
         `alone`: the push has no base weights; the adapters are added to the worker's weights from before adapters.
         """
@@ -92,7 +94,7 @@ class LendableStagingArea(StagingArea, Protocol):
 class Destination(Parameters, Protocol):
     """A worker's parameters, and factories of staging areas for new ones. `kin`: see `Weights`.
 
-    `commit_note`: why commits take longer than necessary; empty if they do not.
+    `commit_note`: the reason that commits take longer than necessary, or an empty string.
     """
 
     @property
@@ -109,7 +111,7 @@ class Destination(Parameters, Protocol):
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        """Return a parameter as it was before adapters. The live weights must be whole."""
+        """Return a parameter as it was before adapters. The live weights must be complete."""
         ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
@@ -117,7 +119,9 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """Return all weights that another worker of this kin lends. Raise OSError if they are no longer there."""
+        """Return all weights that another worker of this kin lends. Raise OSError if the lent memory no longer
+        exists.
+        """
         ...
 
 

@@ -25,12 +25,12 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. Nothing has been written, and nothing is until `Receiver.proceed`."""
+    """The source of a push in place is open. Nothing is written before `Receiver.proceed`."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The push has failed. `error`: the answer to all of its pending calls."""
+    """The push has failed. `error`: the answer to all pending calls of the push."""
 
     error: PushError | DeadlineError
 

@@ -1,4 +1,4 @@
-"""Writes the served weights into a folder like that of a push by disk, for a worker that joins a fleet."""
+"""Write the served weights into a folder in the format of a push by disk, for a worker that joins a fleet."""
 
 from __future__ import annotations
 

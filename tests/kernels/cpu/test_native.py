@@ -95,7 +95,10 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     "text,fault",
     [
         ("int nothing;", "trueroll_declarations"),
-        ('extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }', "different arguments"),
+        (
+            'extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }',
+            "different arguments",
+        ),
     ],
 )
 def test_a_library_of_other_functions_is_refused(text: str, fault: str, tmp_path: Path) -> None:
