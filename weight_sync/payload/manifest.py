@@ -324,8 +324,7 @@ def describe_tie(name: str, other: str) -> str:
     """Return an error text for a tensor that differs from the tensor to which the worker has tied it."""
     return (
         f"tensor {name}: differs from {other}, but the worker ties these tensors; tie them in the trainer too, or "
-        "serve "
-        "a model with a config.json that does not tie them"
+        "serve a model with a config.json that does not tie them"
     )
 
 

@@ -1,11 +1,10 @@
 // Matrix products. A part of kernels.h.
 //
-// Each element of a product has its own accumulator, to which the steps over K are added in order. This holds for tiles
-// of any shape.
+// Each element of a product has its own accumulator. The steps over K are added to it in order, for tiles of any shape.
 
-// The most steps of a packed matrix that are multiplied before the next block is read.
+// The maximum number of steps of a packed matrix that are multiplied before the next block is read.
 constexpr long BLOCK = 128;
-// The most panels in one product: those of a head of size 512, or of a chunk of the vocabulary.
+// The maximum number of panels in one product, needed for a head of size 512 or a chunk of the vocabulary.
 constexpr long MAX_PANELS = 32;
 
 template <int M, int N>
@@ -112,7 +111,8 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
     return tiles[m - 1];
 }
 
-// Changes the factors in place and restores them. A copy would have to wait for the stores that just filled them.
+// Changes the factors in place and restores them. A copy would have to wait for the stores that just filled the
+// factors.
 template <class T, int N>
 void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
@@ -120,7 +120,7 @@ void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ld
     const T *const a = factors.a, *const *const next = factors.next;
     const long stride = factors.next_stride;
     const bool shared = factors.next_table == 0;
-    // Each tile prefetches its share, so that fetching takes as long as computing.
+    // Each tile prefetches its share of the data, so that fetching takes as long as computing.
     const long share = shared ? factors.steps * stride / parts : 0;
     if (shared) factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
@@ -150,7 +150,7 @@ void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
-// The most rows that `multiply` processes in one pass over its panels, except for a last odd one.
+// The maximum number of rows that `multiply` processes in one pass over its panels. A last odd row may be added.
 template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
@@ -160,8 +160,8 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
 // c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. The steps are cut into equal blocks,
 // so that the last block of a panel is long enough to prefetch the first block of the next panel. Each block is summed
-// from zero and added to the sum of the blocks before it; AMX continues from that sum instead. `hop`: the distance from
-// a panel to the one that is read after it.
+// from zero and added to the sum of the previous blocks; AMX instead continues from that sum. `hop`: the distance from
+// a panel to the panel that is read next.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
