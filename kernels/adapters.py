@@ -27,8 +27,8 @@ _OF_PEFT = (_LINEAR, _WRAPPER)
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
 # Fields that do not change the computation, or that other code checks. Some of them select the adapted modules,
-# initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA with PEFT classes or
-# variants of their own, which `adapter_of` detects in the modules.
+# initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA that have their own classes
+# or variants in PEFT. `adapter_of` detects these kinds in the modules.
 _UNDERSTOOD = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "fan_in_fan_out"),
@@ -215,7 +215,7 @@ def read_tensors(model: Any) -> AdaptedTensors:
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a module and the modules inside it, each with the prefix of its parameters' names.
 
-    Does not descend into PEFT modules. A supported wrapper adds nothing to the prefix of the module inside.
+    Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """
     while (inside := within(module)) is not None:
         module = inside

@@ -331,7 +331,7 @@ class Packed:
 
     @cached_property
     def states(self) -> StateBatch:
-        """The state batch: each sequence starts from zeros and leaves its state in its own slot."""
+        """The state batch: each sequence starts from zeros and stores its state in a slot of its own."""
         slots = torch.arange(len(self.lens), device=self.positions.device)
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
@@ -525,8 +525,8 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
     """Return the outputs of a chunk and the state after it (Yang et al. 2024).
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i with the state
-    before the chunk plus the changes of the tokens j < i, all decayed until token i. The equations for all u_i form a
-    triangular system.
+    that token i finds: the state before the chunk plus the changes by tokens j < i, with all decays up to token i. The
+    equations for all u_i form a triangular system.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]
@@ -580,7 +580,7 @@ class _LogProbs(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
+        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
         The probabilities come from the op's own logits. Division by a low temperature would turn a rounding difference
         in the logits into a large error.
@@ -588,7 +588,7 @@ class _LogProbs(Function):
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        # Without rows, return zeros instead of None: all ranks of a trainer must reduce gradients of the same weights.
+        # If there are no rows, the gradient is zeros instead of None, because all ranks must reduce the same gradients.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
@@ -605,8 +605,8 @@ class _LogProbs(Function):
 
 @dataclass(frozen=True)
 class GradientOps:
-    """The ops of a decoder, computed by `backend`, with gradients. They include the ops of `layer.LayerOps`, with plain
-    tensors as weights.
+    """The ops of a decoder, computed by `backend`, with gradients. The methods include the ops of `layer.LayerOps`,
+    with plain tensors as weights.
     """
 
     backend: Backend

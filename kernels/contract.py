@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
-KV_SPLIT = 128  # for reference and cpu; triton has its own
+KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
 
 LOGITS_ROWS = 256  # ops that join the head to later steps hold the logits of at most this many rows at once
 L2_EPS = 1e-6  # keeps the norm of an all-zero query or key from giving NaN
@@ -54,8 +54,8 @@ Memory: TypeAlias = tuple[Tensor, Tensor]
 """The memory of one layer for all sequences. The contents depend on the kind of mixer.
 
 Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. A delta net: the states, float32
-[slots, value_heads, key_head_dim, value_head_dim], and the tails, which are the last inputs of the convolution, oldest
-first, [slots, kernel_size - 1, channels].
+[slots, value_heads, key_head_dim, value_head_dim], and the tails [slots, kernel_size - 1, channels]. A tail holds the
+last inputs of the convolution, oldest first.
 """
 
 
@@ -139,10 +139,10 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a, with `channels`, `value_size`, value_heads and value_heads rows of
-    length H; if joined, the matrices of (q, k, v, z) and (b, a). `convolution`: [channels, 1, kernel_size], the weight
-    of the oldest token first. `decay` (the logarithm of the decay rate) and `bias`: [value_heads]. `norm`:
-    [value_head_dim]. `o`: [H, value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. They have `channels`, `value_size`, value_heads and value_heads
+    rows of length H. If joined, `inputs` holds the matrices of (q, k, v, z) and (b, a). `convolution`: [channels, 1,
+    kernel_size], the weight of the oldest token first. `decay` (the logarithm of the decay rate) and `bias`:
+    [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -166,10 +166,10 @@ class MlpWeights:
 class ExpertsWeights:
     """The weights of E experts of intermediate size I.
 
-    `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then those of up.
-    `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] have the same order.
-    All biases are None without `ExpertsSpec.bias`. `shared`: the weights of the shared expert, or None. `shared_score`:
-    [1, H] or None.
+    `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then the rows of
+    up. `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] have the same
+    order. All biases are None without `ExpertsSpec.bias`. `shared`: the weights of the shared expert, or None.
+    `shared_score`: [1, H] or None.
     """
 
     router: Weight
@@ -316,9 +316,9 @@ class Backend(Protocol):
         """Return weight [N, K] + scale * (b [N, R] times a [R, K]), as [N, K] in weight's dtype. All are plain tensors.
 
         The computation is in float32. For each element, the products are rounded and added to 0 one by one, ascending
-        along R. Their sum is multiplied by `scale`, rounded to float32, and added to the weight; the result is rounded
-        once. Each of these steps is correctly rounded, so the bits are the same on every backend, instruction set and
-        device. May run concurrently with other ops.
+        along R. The sum of the products is multiplied by `scale`, rounded to float32, and added to the weight. The
+        result is rounded once. Each step is correctly rounded, so the bits are the same on every backend, instruction
+        set and device. May run concurrently with other ops.
         """
         ...
 
@@ -350,14 +350,14 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return linear(x, weight, bias), plus residual [M, N] added after rounding: [M, N].
 
-        This is the product with `o` of an attention or a delta net, or with `down` of an MLP. Tensor parallelism splits
-        this product along K.
+        The weight is `o` of an attention or a delta net, or `down` of an MLP. Tensor parallelism splits this product
+        along K.
 
-        `pieces` is a power of two. With several pieces, piece i is the float32 product of columns [i L, (i + 1) L)
-        only, where L is K / pieces rounded up. The pieces are added in float32 as a balanced binary tree: four pieces
-        as (0 + 1) + (2 + 3). The bias is added to their sum in float32, and the result is rounded once. A process can
-        therefore compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the
-        backend does not compute.
+        `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
+        over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
+        + (2 + 3). The bias is added to their sum in float32, and the result is rounded once. A process can therefore
+        compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the backend does
+        not compute.
         """
         ...
 
@@ -455,7 +455,8 @@ class Backend(Protocol):
 
         A query at position p sees the tokens (p - window, p], or all tokens up to p without a window. With a cap, a
         score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an
-        additional key that every query sees. This key has a value of zero and is folded in after the last split.
+        additional key that every query sees. The additional key has a value of zero and is folded in after the last
+        split.
         """
         ...
 
@@ -504,11 +505,11 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return the hidden states [M, H] after a run of layers, from x [M, H], which stays unchanged.
 
-        `layers`: from `new_layers`. Each layer computes as `layer.run_layers` defines, with its own memory and pages;
-        without layers the result is x itself. `states` and the batches of all pages describe the same sequences.
-        `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k], receives the
-        experts of each row, unless it is None. Raise ValueError unless `memories` and `pages` have one entry for each
-        layer.
+        `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
+        pages. Without layers, the result is x itself. `states` and the batches of all pages describe the same
+        sequences. `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k],
+        receives the experts of each row, unless it is None. Raise ValueError unless `memories` and `pages` have one
+        entry for each layer.
         """
         ...
 
@@ -516,8 +517,8 @@ class Backend(Protocol):
         """Return (token ids int64, log-probs float32, validity bool), each [M].
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
-        `weight`: [V, H]. The results equal those of these steps: `lm_head`; division by the temperature; `sample`, or
-        the lowest id among the highest logits; `log_probs`.
+        `weight`: [V, H]. The results equal the results of these steps: `lm_head`; division by the temperature;
+        `sample`, or the lowest id among the highest logits; `log_probs`.
         """
         ...
 

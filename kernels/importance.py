@@ -4,16 +4,16 @@ The ratio of a token is r = p / q. `log_probs` is log p, of the policy in traini
 that drew the token: older weights, or the same weights with different arithmetic. For tokens sampled with its current
 weights, an aligned trainer has r = 1 exactly. Every weight in this module is then exactly 1.
 
-All functions take the same tensors. `log_probs` and `sampled` have any float dtype. Both are either padded [B, T], with
-one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or more each), unless `level`
-is `token`. `mask` (bool, in the shape of `log_probs`): the tokens to use; None for all tokens. Values outside the mask,
-NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums depend only on its own tokens.
-Padding and packing do not change their bits.
+All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
+either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
+more each), unless `level` is `token`. `mask` (bool, in the shape of `log_probs`): the tokens to use; None for all
+tokens. Values outside the mask, NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums
+depend only on its own tokens. Padding and packing do not change their bits.
 
 `level` says which ratio a token gets:
 
 - `token`: the token's own ratio. Biased, since the ratios of earlier tokens are ignored.
-- `sequence`: the product of the ratios in the token's sequence. Unbiased as long as nothing is truncated or masked. The
+- `sequence`: the product of the ratios in the token's sequence. Unbiased if no ratio is truncated or masked. The
   variance grows with the length of the sequence.
 - `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence
   Policy Optimization", arXiv 2507.18071). Comparable across short and long sequences. Biased.
@@ -106,12 +106,12 @@ def masked_weights(
 ) -> Tensor:
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
-    `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. It drops tokens that are very unlikely
-    under one of the policies, instead of training on them with a smaller weight (MIS: Liu, Li et al. 2025, "When Speed
-    Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse; for
-    tokens, with both bounds: IcePop, Ling Team 2025, "Every Step Evolves", arXiv 2510.18855). With `low` above 0,
-    `masked_weights(...) > 0` is the mask of the kept tokens. A loss that divides by the number of tokens must decide
-    whether to count dropped tokens.
+    `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
+    of the policies are dropped instead of trained on with a smaller weight. Known as MIS (Liu, Li et al. 2025, "When
+    Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse).
+    At level `token` with both bounds, it is known as IcePop (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855).
+    With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A loss that divides by the number of
+    tokens must decide whether to count dropped tokens.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)

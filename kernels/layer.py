@@ -58,7 +58,9 @@ Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
 
 
 class LayerOps(Protocol):
-    """The ops of a layer: either those of `Backend`, on `Weight` matrices, or ops with gradients, on plain tensors."""
+    """The ops of a layer: either the ops of `Backend`, on `Weight` matrices, or ops with gradients, on plain
+    tensors.
+    """
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 
@@ -90,7 +92,9 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with weights from `get`. Every call requests the weights in the same order."""
+    """Return a layer with weights from `get`. Each call of `make_layer` requests the weights from `get` in the same
+    order.
+    """
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
@@ -177,7 +181,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
     """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
     `spec.inv_freq`.
 
-    If all axes have equal positions, the bits are those of [M] positions.
+    If all axes have equal positions, the result has the same bits as for [M] positions.
     """
     if positions.ndim == 1:
         return ops.rotation(positions, inv_freq, spec.scale)
@@ -233,7 +237,9 @@ def _added(
     after: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x plus the product of `inner` with `weight`. The product is normed first if there is a norm `after` it."""
+    """Return x plus the product of `inner` with `weight`. If the norm `after` is given, the product is normed before
+    the sum.
+    """
     if after is None:
         return ops.project_back(inner, weight, x, bias, layer.pieces)
     return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, layer.pieces), after, layer.spec.norm)

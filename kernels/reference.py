@@ -73,7 +73,7 @@ def instruction_set() -> str:
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    """Do nothing: no kernels are compiled here."""
+    """Do nothing, since this backend compiles no kernels."""
 
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
@@ -107,8 +107,8 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
 def _whole_columns(x: Tensor) -> Tensor:
     """Pad x [M, K] with zeros to a multiple of COLUMN_UNIT columns.
 
-    On AMX, torch's half-precision products read past the end of a row and multiply the excess elements by zero. A NaN
-    in the next row would then spread to the current row.
+    On AMX, torch's half-precision products read past the end of a row and multiply the excess elements by zero. Without
+    the padding, a NaN in the next row would spread to the current row.
     """
     padding = 0 if x.dtype == torch.float32 else -x.shape[1] % COLUMN_UNIT
     return F.pad(x, (0, padding)) if padding else x
@@ -410,7 +410,7 @@ def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fold the split `right` into the partial softmax `left`. Rows that see nothing of the split keep their bits."""
+    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split keep their bits."""
     (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
     seen = right_peak != -torch.inf
     peak = torch.maximum(left_peak, right_peak)

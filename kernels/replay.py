@@ -33,14 +33,14 @@ def replayed(
 
     `model`: a transformers model of a supported family, without its wrapper. In the context, call the model or its
     wrapper. `routed_experts`: integers. For padded tokens [B, T], the shape is [B, T, layers with experts, experts per
-    token], and `attention_mask` must be the forward pass's mask unless there is no padding. For packed tokens [1, M],
+    token], and `attention_mask` must be the mask of the forward pass; None without padding. For packed tokens [1, M],
     the shape is [M, layers with experts, experts per token], and `lengths` must give the lengths of the sequences.
     Entries for padding and for the last token of each sequence are not read: the model chooses the experts of these
     tokens. With checkpointed layers, which are recomputed in the backward pass, keep the context open until the
     backward pass is done.
 
     Raise AlignmentError for a model that is aligned or of no supported family, for `routed_experts` that do not fit the
-    model, and in a forward pass with a different number of tokens.
+    model, and for a forward pass with a different number of tokens.
     """
     spec = describe_plain(model)
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)

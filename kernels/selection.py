@@ -34,8 +34,8 @@ def select_backend(
 ) -> SelectedBackend:
     """Return the backend called `name`. For `auto`, return the best one for the device and the decoder.
 
-    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if there is no such backend, if it cannot serve
-    the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
+    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if no backend has this name, if the backend cannot
+    serve the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"backend must be one of auto, {', '.join(BACKENDS)} (got {name!r})")

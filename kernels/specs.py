@@ -29,8 +29,8 @@ class RotationSpec:
     """A rotary embedding (Su et al. 2021).
 
     `inv_freq`: the float32 frequencies of a head's rotated pairs. `scale`: multiplies cosines and sines. `axes`: for
-    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis that rotates each
-    pair; () if the first axis rotates all pairs.
+    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis of each pair. () if
+    all pairs use the first axis.
     """
 
     inv_freq: tuple[float, ...]
@@ -44,11 +44,11 @@ class AttentionSpec:
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
     tokens a query sees, itself included; None for all tokens up to it. `soft_cap`: a score s becomes soft_cap * tanh(s
-    / soft_cap). `qk_norm`: the norm of q and k before rotation. It covers each head separately, or all heads at once
-    with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the sigmoid of a gate. In the product
-    with q's weights, each head's query is followed by its gate. `rotated`: the number of leading elements of a head
-    that are rotated; None for all. `sinks`: each head has an extra score, a learned weight, in the softmax. The score
-    has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden states has a bias.
+    / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head separately, or all heads at
+    once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the sigmoid of a gate. In the
+    product with q's weights, each head's query is followed by its gate. `rotated`: the number of leading elements of a
+    head that are rotated; None for all. `sinks`: each head has an extra score, a learned weight, in the softmax. The
+    score has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden states has a bias.
     """
 
     num_heads: int
@@ -74,8 +74,8 @@ class DeltaNetSpec:
     Each value head has a state [key_head_dim, value_head_dim]. Each key head serves the same number of consecutive
     value heads. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current one.
     `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from one
-    matrix, and the gates of the recurrence from a second one, with rows ordered by key head. Otherwise there are four
-    matrices: one for q, k and v, and one for each gate.
+    matrix, and the gates of the recurrence from a second matrix, with rows ordered by key head. Otherwise there are
+    four matrices: one for q, k and v, and one for each gate.
     """
 
     num_key_heads: int
@@ -127,7 +127,7 @@ class ExpertsSpec:
 
     `normed`: the gates are the softmax over the router's scores of the chosen experts only, instead of all experts.
     `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the shared
-    expert, and the shared expert's output is multiplied by the sigmoid of its own score. `bias`: the router and the
+    expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router and the
     experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of gate and
     up alternating.
     """
@@ -218,8 +218,8 @@ class Slice:
 class WeightSpec:
     """How a weight is held.
 
-    `dtype`: its own dtype, independent of the model's; None for the model's dtype. `part`: the part of the checkpoint's
-    tensor that it holds; None for the whole tensor.
+    `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that it
+    holds; None for the whole tensor.
     """
 
     dtype: torch.dtype | None = None
@@ -236,9 +236,9 @@ class DecoderSpec:
     `dtype`: the dtype of the checkpoint. `embed_scale`: multiplies embeddings; rounded to their dtype first. `norm`:
     the norm after the last layer. `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`: maps
     alternative prefixes of names in a checkpoint to the standard prefix. `others`: prefixes of names in a checkpoint
-    that do not belong to the decoder. `pieces`: the number of pieces along K in each `Backend.project_back`. It is a
-    power of two, and the same for worker and trainer. `held`: how a layer's weights are held, by role; weights of other
-    roles are whole and in the model's dtype.
+    that do not belong to the decoder. `pieces`: the number of pieces along K in each `Backend.project_back`. `pieces`
+    is a power of two, and the same for worker and trainer. `held`: how a layer's weights are held, by role; weights of
+    other roles are whole and in the model's dtype.
     """
 
     architecture: str

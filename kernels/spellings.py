@@ -50,7 +50,7 @@ class Spellings:
         return Part(stack, expert, place * length, (length, columns)) if expert < experts else None
 
     def shape(self, name: str) -> Shape | None:
-        """Return the shape of the tensor or part of this name, or None if there is none."""
+        """Return the shape of the tensor or part of this name, or None for an unknown name."""
         if name in self._shapes:
             return self._shapes[name]
         part = self.part(name)

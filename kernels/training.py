@@ -1,6 +1,6 @@
 """The trainer's side: transformers models that compute with the ops of a rollout, and their log-probs of given tokens.
 
-`align` replaces the forward passes of a model of one of the `families`. It also replaces the forward passes of the
+`align` replaces the forward passes of a model of one of the `families`. `align` also replaces the forward passes of the
 decoder, embedding, layers, last norm and head inside the model. Parameters, names and checkpoints stay unchanged.
 `unalign` restores the original forward passes. An aligned forward pass drops padding, computes the tokens of all
 sequences as rows, and keeps no KV cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these
@@ -10,7 +10,7 @@ layer are never called: the layer reads their parameters.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
 worker's log-probs, for any micro-batch, padding or packing. `token_statistics` likewise returns the bits of the
-worker's `top_logprobs`. Gradients agree with those of the unaligned model within rounding. Under bfloat16 autocast,
+worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding. Under bfloat16 autocast,
 float32 parameters give the bits of a bfloat16 worker that received these parameters. `aligned_with` returns the
 backend, instruction set and dtype of a model. If the fastest backend cannot serve the model, the fallback backend is
 logged on first use. A mixture-of-experts model uses the same experts as the worker: the model chooses the experts
@@ -102,7 +102,7 @@ class Arithmetic(NamedTuple):
     """What determines the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as
     `bfloat16`.
 
-    Names and values are those of a worker's `health().engine`.
+    Names and values are the same as in a worker's `health().engine`.
     """
 
     backend: str
@@ -151,8 +151,8 @@ def aligned_with(model: Any) -> Arithmetic:
     """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
 
     The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
-    client.health().engine.items()`. This runs a forward pass of one token. If weights are sharded, every rank must make
-    this call. Raise AlignmentError for a model that is not aligned.
+    client.health().engine.items()`. `aligned_with` runs a forward pass of one token. If weights are sharded, every rank
+    must make this call. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
@@ -168,7 +168,7 @@ def aligned_with(model: Any) -> Arithmetic:
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
-    Each tensor has its name without PEFT. It is in `dtype`, unless the family fixes another dtype for the tensor.
+    Each tensor has its name without PEFT. Tensors are in `dtype`, except those with another dtype fixed by the family.
     Adapters are merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a
     model without PEFT, or with adapters that `align` does not support.
     """
@@ -207,10 +207,10 @@ def token_log_probs(
     """Return the log-prob of each token given the earlier ones in its sequence: float32 in the shape of `input_ids`.
 
     `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
-    accelerate. Its forward pass is called, so weights are gathered and gradients are prepared for reduction as in any
-    forward pass. `input_ids` (integers) are one of: padded [B, T], with `attention_mask` [B, T] (bool or integers)
-    unless there is no padding, on either side; packed [M], with the `lengths` of the sequences; packed [B, T], with
-    `position_ids` of that shape that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
+    accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
+    in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
+    or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
+    with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
     for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
     which tokens get their log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
     Mixed precision follows the wrapper and the autocast around this call.
@@ -243,11 +243,12 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return the values of a worker's `top_logprobs`.
 
-    The arguments are those of `token_log_probs`. `logprobs` has the bits of `token_log_probs` and, with `gradient`, its
-    gradient, so a loss needs no second forward pass. The other values have no gradient. `entropy`: float32 in the shape
-    of `input_ids`, the entropy in nats of the distribution that each token comes from. `top_token_ids` int64 and
-    `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the most probable tokens, highest logit first, the lower
-    id first among equal logits. All values of a token without a log-prob are 0, as in `token_log_probs`.
+    The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs` and, with
+    `gradient`, its gradient, so a loss needs no second forward pass. The other values have no gradient. `entropy`:
+    float32 in the shape of `input_ids`, the entropy in nats of the distribution that each token comes from.
+    `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the most probable tokens,
+    highest logit first, the lower id first among equal logits. All values of a token without a log-prob are 0, as in
+    `token_log_probs`.
 
     Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
     """
@@ -273,8 +274,8 @@ def token_experts(
 
     The result is int32, [*input_ids.shape, layers with experts, experts per token], ascending for each token; 0 for
     padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts them. The other
-    arguments are those of `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and for a model
-    without experts.
+    arguments are documented at `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and for a
+    model without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
@@ -553,7 +554,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
     """Return a subclass with `forward` as the forward pass of aligned modules.
 
     The subclass keeps the name of the original class, since trainers find layers to wrap or checkpoint by class name.
-    It keeps the signature, since trainers read a model's arguments from the signature.
+    The subclass also keeps the signature, since trainers read a model's arguments from the signature.
     """
 
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:

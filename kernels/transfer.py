@@ -1,6 +1,6 @@
 """CUDA streams, and copies between host and device that block only when their contents are needed.
 
-On a CPU, `to_device` copies nothing. `HostCopies` copies immediately there, so the source tensors may change
+On a CPU, `to_device` copies nothing. On a CPU, `HostCopies` copies immediately, so the source tensors may change
 afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
 """
 

@@ -3,9 +3,9 @@
 native/kernels.h describes how the kernels keep the contract. Kernels use as many threads as torch is set to.
 
 Matrices lie in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side by
-side: one float32 per row, or two bfloat16 of neighbouring columns. Rows are padded with zeros to whole panels. Columns
-of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction set. `copy_` packs a
-tensor directly into the weight's memory.
+side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to whole
+panels. Columns of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction set.
+`copy_` packs a tensor directly into the weight's memory.
 """
 
 from __future__ import annotations

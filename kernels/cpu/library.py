@@ -1,6 +1,6 @@
 """The shared library of the native kernels, which lies beside this file and is loaded once.
 
-native/api.h declares the library's C interface. This module reads the types of the functions' arguments from
+native/api.h declares the library's C interface. The module also reads the argument types of the functions from
 native/api.h. A library that was compiled from a different native/api.h is refused.
 """
 

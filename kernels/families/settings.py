@@ -52,7 +52,7 @@ MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
-# Keys that `Settings` understands in addition to its fields.
+# Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}

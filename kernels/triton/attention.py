@@ -1,8 +1,8 @@
 """Attention over the paged cache.
 
 Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
-cache. The code that writes the cache must keep one promise: a value in the cache is finite, and a token with a
-non-finite key or value has a key of NaN in all elements. A token that a query does not see then adds nothing to the
+cache. The code that writes the cache must keep one promise: values in the cache are finite. A token with a non-finite
+key or value has a key of NaN in all elements. With this promise, a token that a query does not see adds nothing to the
 query's result. A visible token with a key of NaN makes the result NaN.
 
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
@@ -139,7 +139,8 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Compute the sequences that `places` lists. Without `listed`, compute all sequences; query i is of sequence i.
+    """Compute the sequences that `places` lists. Without `listed`, compute all sequences; query i belongs to sequence
+    i.
 
     `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
     """

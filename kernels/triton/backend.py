@@ -84,8 +84,8 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 def _row_counts(most: int) -> list[int]:
     """Return numbers of rows that together need every form that any number of rows up to `most` needs.
 
-    The number of filled tiles changes only at multiples of 16. A number of rows between two multiples therefore needs
-    no other forms than these multiples.
+    The number of filled tiles changes only at multiples of 16. The forms for a number of rows between two multiples are
+    therefore the forms for one of these multiples.
     """
     return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 

@@ -5,8 +5,8 @@ cuts each expert's list into tiles. A program multiplies one tile of pairs by so
 expert's weight is therefore read once for each tile of the expert's pairs. The host does not know the number of tiles:
 the grid has the largest possible size, and programs beyond the last tile end immediately.
 
-A product follows the rules of `products`: rows lie on the N side of the matrix instruction, K is cut into pieces by the
-shape of one expert's weight, and one program sums all pieces in ascending order. An element therefore has the bits of
+A product follows the rules of `products`. Rows lie on the N side of the matrix instruction. The shape of one expert's
+weight determines the pieces of K. One program sums all pieces in ascending order. An element therefore has the bits of
 `linear` with that expert alone, whatever other rows are in the list. The products with `down` are multiplied by the
 gates and stored pair by pair in float32. A last kernel adds the products of a row by ascending expert id. No kernel
 adds floats atomically.
@@ -41,7 +41,7 @@ from .products import (
 )
 from .rows import sum_in_pairs
 
-# Tiles in ascending order of the number of tokens. They leave registers for the sums of several pieces of K.
+# Tiles in ascending order of the number of tokens. The tiles leave registers for the sums of several pieces of K.
 TILES = (
     Tile(64, 16, 0, 128, 4, 3),
     Tile(64, 32, 0, 128, 4, 3),

@@ -2,12 +2,11 @@
 
 An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
 pieces that K is cut into (split-K, `k_splits`). One chain of matrix instructions of 16 columns each sums a piece from
-zero in ascending order. The sums of the pieces are added to +0.0 in ascending order. Other choices may depend on the
-number of tokens, since they do not affect the order of an element's additions: the tile of a program, and the number of
-columns that a program loads at a time. One program may sum all pieces of its tile, or each piece may have its own
-program, which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds 64
-features (sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of the
-tile.
+zero in ascending order. The sums of the pieces are added to +0.0 in ascending order. The tile of a program, and the
+number of columns that a program loads at a time, may depend on the number of tokens. These choices do not affect the
+order of an element's additions. One program may sum all pieces of its tile, or each piece may have its own program,
+which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds 64 features
+(sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
 part of +0.0 therefore changes no bit. A weight with fewer pieces than the weights beside it has parts of +0.0.
@@ -17,14 +16,14 @@ norms, or the epilogue of the products of q, k and v. Activations are copied if 
 weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds some rows of a
 whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of rows.
 
-A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. All programs together read an element
-of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features. The SM with
-the most programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a
-product takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as
-reading the weights from L2, so up to 128 tokens form one tile. Weights of 8192 rows have enough tiles for all SMs.
-Smaller weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more. Each
-piece has its own program if this saves more time than storing and folding the parts takes. A program that sums all
-pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
+A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
+L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
+programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a product
+takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as reading
+the weights from L2, so up to 128 tokens form one tile. Weights of 8192 rows have enough tiles for all SMs. Smaller
+weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more. Each piece has
+its own program if this saves more time than storing and folding the parts takes. A program that sums all pieces needs a
+second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
 """
 
 from __future__ import annotations
@@ -445,7 +444,9 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 @device_function
 def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
-    """Return gate_mul of the upper and the lower half of a tile. Both are first rounded to the dtype of `out_ptr`."""
+    """Return gate_mul of the upper and the lower half of a tile. Gate and up are first rounded to the dtype of
+    `out_ptr`.
+    """
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
     return gate_mul_tile(gate, up, ACTIVATION)

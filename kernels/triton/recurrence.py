@@ -1,7 +1,7 @@
 """Gated delta nets: the convolution, and the recurrence token by token.
 
-Owns the assignment of work to programs, and the order of every sum. Both ops do the same arithmetic in the same order
-for prompts and decodes, so the result does not depend on where chunks end.
+Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
+in the same order for prompts and decodes, so results do not depend on the ends of chunks.
 
 - The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of the state; columns are
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the

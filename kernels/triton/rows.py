@@ -1,4 +1,4 @@
-"""Kernels that process each row by itself: norms, activations, rotations, writes to the cache, and the epilogue of the
+"""Kernels that process each row separately: norms, activations, rotations, writes to the cache, and the epilogue of the
 products of q, k and v. The products themselves are in products.py.
 
 A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
@@ -88,7 +88,7 @@ def qkv_epilogue(
 
     `parts`: float32 [pieces, M, (heads + 2 * kv_heads) * D], sums over pieces of K, with q, k and v side by side.
     `qk_norms`: the norm weights [D] of q's heads and of k's heads, or None. `norm`: the spec of both norms, or None.
-    The other arguments are those of `Backend.qkv`.
+    The other arguments are documented at `Backend.qkv`.
     """
     pieces, rows, columns = parts.shape
     kv_heads, size = k_cache.shape[2:]

@@ -14,8 +14,8 @@ from .manifest import Adapters, Parameters, Shape, describe_unknown, factor_name
 MOST_OF_WEIGHTS = 4
 """Limit on the elements of all A and B together, as a multiple of the elements of all weights.
 
-This bounds the memory that the ranks in a message can claim. There is no limit for a single weight: for a weight with
-one row, such as a gate, A alone has more elements than the weight.
+The limit bounds the memory that the ranks in a message can claim. A single weight has no limit: for a weight with one
+row, such as a gate, A alone has more elements than the weight.
 """
 
 

@@ -92,7 +92,8 @@ class Bucket(_Part):
     """`num_bytes` bytes that are sent together, and their pieces. `index`: number of the bucket in its push, from 0.
 
     In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
-    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). It includes the gaps between pieces.
+    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gaps between
+    pieces.
     """
 
     index: Count
@@ -168,7 +169,9 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. Slow if there can be many errors."""
+    """Return the location and message of the first validation error, shortened. This is slow if the data can have many
+    errors.
+    """
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 

@@ -31,12 +31,12 @@ class Message(BaseModel):
 class BeginPush(Message):
     """Call that begins a push of weights. Any other push in progress is ended.
 
-    - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
-    - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
-      that the worker had before adapters.
+    - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
+    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, they are added to the
+      worker's weights from before adapters.
     - `allow_older`: accept a version that is not later than the served one.
-    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates nothing
-      from the time the source is open until the commit.
+    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates no
+      tokens between the opening of the source and the commit.
     - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
     - `timeout`: limit on every other wait in this push, in seconds.
@@ -115,9 +115,8 @@ class Weights(Message):
 
     - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: for each stack of matrices (one for each expert) that may come in parts instead: the names of the parts
-      of one matrix, in the order of their rows. All parts have the same number of rows. `{}` stands for the number of
-      the expert.
+    - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
+      of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
     - `tied`: names that are copies of a parameter, with the name of that parameter. `ignored`: further names that may
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.

@@ -17,11 +17,11 @@ INDEX_DTYPE = torch.int32
 _CHUNK_ELEMENTS = 2**20
 _BITS = {2: torch.int16, 4: torch.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-"""The bits of infinity. Without the sign bit, the bits of a NaN are greater and the bits of a finite number are
-smaller.
+"""The bits of infinity. Without the sign bit, the bits of a NaN are greater than the bits of infinity, and the bits of
+a finite number are smaller.
 """
 _CACHED_BYTES = 2**18
-"""Number of bytes checked at a time. These bytes stay in a core's cache, so that three reads cost as much as one
+"""Number of bytes checked at a time. So few bytes stay in a core's cache, where three reads cost as much as one
 read.
 """
 _WORD_BYTES = 8

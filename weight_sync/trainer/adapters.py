@@ -26,7 +26,9 @@ class Checksums:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor; `tensor` itself if not sharded."""
+        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor, or `tensor` itself if it is not
+        sharded.
+        """
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
             self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))

@@ -4,8 +4,8 @@
   multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut where a cut is
   allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not be cut. No bucket has
   more than `MOST_PIECES` pieces.
-- `Outbox` fills one of two slots while the other slot is in flight. It copies each tensor once, directly into a slot,
-  and the copy also converts dtype and device.
+- `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
+  slot. The copy also converts dtype and device.
 - `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
   adapters.
 

@@ -1,9 +1,9 @@
 """Gather the trainer's tensors one at a time, check them against the workers' parameters, and share a push's result.
 
-- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded ones. It owns the order of
-  the gathers, which is the same on every rank of the trainer. It keeps no reference to a returned tensor. It uses the
-  trainer's default process group only if tensors are sharded.
-- `Checklist` checks names, shapes and tied values. It keeps names and checksums, but no tensors.
+- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded ones. `TrainerTensors`
+  owns the order of the gathers, which is the same on every rank of the trainer. `TrainerTensors` keeps no reference to
+  a returned tensor, and uses the trainer's default process group only for sharded tensors.
+- `Checklist` checks names, shapes and tied values. `Checklist` keeps names and checksums, but no tensors.
 - `push_on_all_ranks` pushes on rank 0. Rank 0 also takes part in the remaining gathers, and sends the result of the
   push to the other ranks in one message. The other ranks take part in the gathers, and return or raise the result of
   rank 0.
@@ -92,7 +92,7 @@ class TrainerTensors:
         return is_sharded(self._peek())
 
     def device(self) -> torch.device:
-        """Return the device of the first tensor; the host if there is no tensor."""
+        """Return the device of the first tensor; without tensors, return the host."""
         first = self._peek()
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 

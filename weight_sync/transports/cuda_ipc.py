@@ -1,13 +1,13 @@
 """Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
 Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The driver
-allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, a worker's death
-would leak the memory, and received data would determine where in this file a worker writes. Here only the driver uses
-the received handle, and the size of the opened memory is checked.
+allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, the memory would
+leak if a worker dies. Received data would also determine the place in the file that a worker writes to. A worker passes
+a received handle only to the driver, and checks the size of the opened memory.
 
 Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped. The
-driver must then keep the pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one
-machine, with the same GPU.
+driver must then keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer and workers run
+on one machine, with the same GPU.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Driver:
 
 
 def load_driver() -> Driver:
-    """Load the CUDA driver. Raise PushError if there is none."""
+    """Load the CUDA driver. Raise PushError if the driver cannot be loaded."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -140,7 +140,7 @@ class CudaIpcSlots:
         """Do nothing: the workers map the memory on their own."""
 
     def opened(self) -> None:
-        """Do nothing: the handle is of no use once the memory is freed."""
+        """Do nothing: the handle becomes useless when the memory is freed."""
 
     def send(self, slot: int, num_bytes: int) -> None:
         """Do nothing: the workers read the slot in place."""

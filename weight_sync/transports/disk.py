@@ -45,8 +45,8 @@ from .policy import PushPolicy
 _MOST_TENSORS = 2**17
 """Limit on the tensors of a manifest in the trainer, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Modes of the folder of a push and of its files. Whatever the umask is, no other user may write folder or files: a
-worker would refuse such a folder of its own user.
+"""Modes of the folder of a push and of its files. Whatever the umask is, only the owner may write. A worker refuses a
+folder of its own user that other users can write.
 """
 PRIVATE = 0o700
 """Mode of a parent folder that is created here. An existing parent folder keeps its mode, which determines the users
@@ -165,8 +165,8 @@ class FolderReader:
     """The worker's side.
 
     `num_tensors`: largest number of tensors for which manifest and header may have room. `dtypes`: dtypes of the
-    tensors that do not have `dtype`. Raise PushError if `policy` forbids reading the folder, if the folder holds
-    another push, or if the manifest or the header of the tensors is wrong or too long.
+    tensors that do not have `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder holds
+    another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
     def __init__(

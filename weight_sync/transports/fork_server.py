@@ -1,17 +1,17 @@
 """Processes that receive weights through gloo for a worker, so that a crash in gloo does not kill the worker.
 
-`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch once, which
-takes seconds, and forks two processes for each push, which takes milliseconds. The receiving process joins the group
-and receives. The watcher watches the receiving process and reports how it ended. Watcher and receiving process end when
-the worker closes its end of the push's channel. The server ends when the worker closes its end of DESCRIPTOR. If the
-worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the server outlives a push, and no
-process outlives the worker.
+`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. The server imports torch
+once, which takes seconds. For each push, the server forks two processes, which takes milliseconds. The receiving
+process joins the group and receives. The watcher watches the receiving process and reports how it ended. Watcher and
+receiving process end when the worker closes its end of the push's channel. The server ends when the worker closes its
+end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the server
+outlives a push, and no process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
-this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then `receive` for
-each `{"side", "num_bytes"}` from the worker, once a broadcast of `num_bytes` bytes lies at the beginning of this side's
-memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where a negative code is the signal that ended
-the process. `gloo_reader` is the worker's end.
+this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
+per request. A request `{"side", "num_bytes"}` comes from the worker. `receive` means that a broadcast of `num_bytes`
+bytes lies at the beginning of this side's memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where
+a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
 """
 
 from __future__ import annotations

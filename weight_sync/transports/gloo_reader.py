@@ -5,7 +5,7 @@ process and the memory for two buckets. The first push through gloo starts the f
 Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
 `TURN_SECONDS` once the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
 behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
-of which 160 MB are not shared. Its start makes the first push one or two seconds longer.
+of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
 """
 
 from __future__ import annotations

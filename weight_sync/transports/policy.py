@@ -50,9 +50,9 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("push by disk from %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot read a push from {folder}; the folder must lie inside the worker's --push-folder or, "
-                f"without that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody "
-                "else, as must its files; the worker's log has the cause"
+                f"disk: cannot read a push from {folder}; move the folder into the worker's --push-folder. Without that "
+                f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user "
+                "may write them. The worker's log has the cause"
             ) from None
 
     def check_writable(self, folder: str) -> None:
@@ -67,9 +67,9 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot write into {folder}; the folder must lie inside the worker's --push-folder or, without "
-                f"that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody else; the "
-                "worker's log has the cause"
+                f"disk: cannot write into {folder}; choose a folder inside the worker's --push-folder. Without that "
+                f"setting, the folder must belong to the worker's user (uid {os.geteuid()}), and no other user may "
+                "write it. The worker's log has the cause"
             ) from None
 
     def check_host(self, host: str) -> None:

@@ -11,10 +11,10 @@ Promises:
 
 - The receiver writes into live weights only once its source is open and `proceed` was called.
 - A call of a method blocks at most for the write of one piece, or for the merge of one weight with its adapter.
-- The receiver publishes `Reached` for each call. After `Broken` it publishes nothing more.
+- The receiver publishes `Reached` for each call. After `Broken`, the receiver publishes no more events.
 - The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
   workers drain).
-- A closed receiver writes nothing more.
+- A closed receiver does not write.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Closed(Exception):
 
 
 class Writing:
-    """Permission to write. Nothing is written after `close`, or over live weights before `allow_overwriting`."""
+    """Permission to write. `close` ends the permission. Live weights may be written only after `allow_overwriting`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -265,7 +265,7 @@ class Receiver(threading.Thread):
     def close(self) -> None:
         """End soon, and free all resources. Waits only until the current write of a piece or merge of a weight is done.
 
-        Nothing is written once `close` has returned. An event in flight may still arrive.
+        The receiver does not write after `close` has returned. An event in flight may still arrive.
         """
         self._writing.close()
         self._calls.put(None)

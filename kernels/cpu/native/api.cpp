@@ -331,7 +331,7 @@ template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
     const long K = weight.columns;
     parallel(count, [&](long row) {
-        // Like `at`, but computes the row's part only once.
+        // Element access like `at`, for a fixed row: the row's part of the offset is computed only once.
         const T* first = &weight.at(ids[row], 0);
         for (long k = 0; k < K; ++k) out[row * K + k] = first[k / PAIR<T> * PAIR<T> * LANES + k % PAIR<T>];
     });
@@ -378,7 +378,8 @@ void pack(const T* rows, const Matrix<T>& out) {
     }
 }
 
-// Infinities and NaN have all exponent bits set. Adding the lowest exponent bit then carries into the sign bit.
+// Infinities and NaN have all exponent bits set. For such a number, adding the lowest exponent bit carries into the
+// sign bit.
 template <class T>
 bool are_finite(const T* values, long count) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;

@@ -1,8 +1,8 @@
 // The C interface: the instruction sets of this machine, the instruction set in use, and every op with plain pointers.
 //
-// INTERFACE is the only declaration. kernels/cpu/library.py also reads INTERFACE. It calls each function with the
+// INTERFACE is the only declaration. kernels/cpu/library.py also reads INTERFACE. Python calls each function with the
 // arguments declared here, and refuses a library that was compiled from a different INTERFACE. INTERFACE contains no
-// preprocessor directives and no macros. Its functions take pointers, long, int and float.
+// preprocessor directives and no macros. The functions of INTERFACE take pointers, long, int and float.
 //
 // The comments of the ops' arguments (common.h) name the pointers that may be null. The caller has checked all sizes.
 // `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32.

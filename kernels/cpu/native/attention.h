@@ -22,8 +22,8 @@ inline void copy(const Partial& from, const Partial& to, long rows, long head_di
     memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
 }
 
-// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of the part keep their bits.
-// Rows that saw nothing before take the bits of the part.
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see no key of the part keep their bits. Rows
+// that saw no key before the part take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
@@ -150,8 +150,8 @@ class Attention {
         multiply(weighing, n, false, out.out, D);
     }
 
-    // Reduces each query in its own tile, since a NaN or infinite value of a later token would reach the query even
-    // with a weight of 0.
+    // Reduces each query in its own tile. In a shared tile, a NaN or infinite value of a later token would reach the
+    // query even with a weight of 0.
     void reduce_one_by_one(const QueryTile& tile, long split, const Partial& out) const {
         for (long i = 0; i < tile.count; ++i) {
             const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
@@ -185,9 +185,9 @@ class Attention {
         total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
-    // Pointers to the 16-token panels of a split, `count` tokens from `start` on: in the cache, or in a copy of the
-    // cache if the panel is not contiguous there. The values of the first `unseen` tokens, which no query of the tile
-    // sees, are zeros.
+    // Pointers to the 16-token panels of a split, for `count` tokens from `start` on. A pointer leads into the cache,
+    // or into a copy if the cache does not store the panel contiguously. The values of the first `unseen` tokens, which
+    // no query of the tile sees, are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
@@ -384,12 +384,12 @@ struct AttentionTask {
 };
 
 // Cuts a batch into tasks. A sequence with more queries than fit in one tile is cut into tiles. For every other
-// sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences share a task
-// for a split, and read the split once, under three conditions: they have equally many queries, all their queries see
-// the whole split, and they have the same blocks from the first such split to the end of this split. The splits that
-// sequences share from split 0 on become a single task with a single part to fold. Such a joined task must have many
-// rows (`is_large`). There must also be at least four joined tasks for each thread, or a number that divides evenly
-// among the threads.
+// sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences may share a
+// task for a split, which then reads the split once. The sequences must have equally many queries, and all their
+// queries must see the whole split. The sequences must also have the same blocks from the first shared split to the end
+// of this split. The splits that sequences share from split 0 on become a single task with a single part to fold. A
+// joined task must have many rows (`is_large`). The number of joined tasks must be at least four for each thread, or
+// divide evenly among the threads.
 template <class T>
 class AttentionPlan {
   public:
@@ -470,8 +470,8 @@ class AttentionPlan {
         long first, end;
     };
 
-    // The splits that a sequence shares with the previous sequence: both sequences have the same blocks in these
-    // splits, and all their queries see each of these splits entirely.
+    // The splits that a sequence shares with the previous sequence. In a shared split, both sequences have the same
+    // blocks, and all queries of both sequences see the whole split.
     Splits shared_with_previous(long i) const {
         if (i == 0 || queries(i - 1) != queries(i)) return {0, 0};
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
@@ -566,8 +566,8 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`. Between runs,
-// `args` may change to other arguments that the plan `serves`. The plan lies in scratch memory of the thread that
+// The attention of a batch, planned once, which may run several times. The plan keeps a reference to `args`. Between
+// runs, `args` may change to other arguments that the plan `serves`. The plan lies in scratch memory of the thread that
 // created it, and is valid until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {

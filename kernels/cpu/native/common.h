@@ -319,8 +319,8 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// A guard that is held during a call into the library. It allows one call at a time, on `threads` threads, with the
-// default float mode.
+// A guard that is held during a call into the library. One call is allowed at a time. The call runs on `threads`
+// threads, with the default float mode.
 class Call {
   public:
     explicit Call(long threads);
@@ -331,8 +331,8 @@ class Call {
     const unsigned float_mode_;
 };
 
-// Held during a call that may run concurrently with a `Call` of another thread. Such a call then uses only the calling
-// thread. If no `Call` is held, it uses the threads of the last `Call`.
+// Held during a call that may run concurrently with a `Call` of another thread. During a `Call`, such a concurrent call
+// uses only the calling thread. If no `Call` is held, the concurrent call uses the threads of the last `Call`.
 class CallBeside {
   public:
     CallBeside();

@@ -86,8 +86,8 @@ inline F exp(F any) {
     return times_power_of_2(add(set1(1.0f), p), n);
 }
 
-// e^(scale x), for a result that is rounded to T. For bfloat16, the result is accurate to 3e-6. It is a power of 2:
-// 2^floor(y) times a polynomial of the fraction, which is 1 at 0.
+// e^(scale x), for a result that is rounded to T. For bfloat16, the result is accurate to 3e-6. With y = scale x / ln
+// 2, the result is 2^floor(y) times a polynomial of the fraction, which is 1 at 0.
 template <class T>
 inline F scaled_exp(F x, float scale) { return exp(mul(x, set1(scale))); }
 template <>
@@ -121,8 +121,8 @@ inline F log(F x) {
     return fma(n, set1(0.693148613f), add(f, small));
 }
 
-// -ln(1 - u) for u in (0, 1), with full resolution for small u: 1 - u is rounded to y, and the log of y is corrected
-// for the rounding error.
+// -ln(1 - u) for u in (0, 1), with full resolution for small u. 1 - u is rounded to y, and ln y is corrected for the
+// rounding error.
 inline F exponential(F u) {
     const F y = sub(set1(1.0f), u);
     const F lost = sub(sub(set1(1.0f), y), u);

@@ -19,8 +19,8 @@
 namespace trueroll {
 namespace {
 
-// 20 to 100 microseconds, depending on how long the CPU pauses. This exceeds the pause between two ops of a model, but
-// is too short to be noticed.
+// 20 to 100 microseconds, depending on how long the CPU pauses. The time exceeds the pause between two ops of a model,
+// but is too short to be noticed.
 constexpr int SPINS = 2000;
 
 // The time that a caller stays awake while it waits for the other threads' last tasks. Waking a sleeping caller takes
@@ -145,8 +145,8 @@ class Pool {
     long tasks_ = 0;
 };
 
-// The pool is never destroyed, since its threads may outlive the statics of this library. It is replaced after a fork,
-// since no thread survives a fork.
+// The pool is never destroyed, since its threads may outlive the statics of this library. The pool is replaced after a
+// fork, since no thread survives a fork.
 Pool* pool = new Pool;
 std::mutex* caller = new std::mutex;
 
@@ -203,7 +203,7 @@ void set_float_mode(unsigned) {}
 constexpr unsigned DEFAULT_FLOAT_MODE = 0;
 #endif
 
-// The caller may flush denormal numbers. This setting belongs to a thread, and new threads of the pool inherit their
+// The caller may flush denormal numbers. The setting belongs to a thread, and new threads of the pool inherit their
 // creator's setting.
 Call::Call(long threads) : float_mode_(read_float_mode()) {
     caller->lock();

@@ -168,8 +168,8 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    // 32 columns of each matrix fill whole cache lines of the output if N is a multiple of 32, so that no two threads
-    // write to the same line.
+    // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. No two threads
+    // then write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
