@@ -187,7 +187,7 @@ FOREIGN_FAULTS = {
 def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: Path | str | None, cause: str) -> None:
     """Assert that the error's text hides the cause, that the log has the cause, and that no file stays open."""
     expected = (
-        f"disk: cannot read a push from {folder}; move the folder into the worker's --push-folder. Without that "
+        f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
         f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user may "
         "write them. The worker's log has the cause"
     )
