@@ -26,7 +26,7 @@ _OF_PEFT = (_LINEAR, _WRAPPER)
 # empty, since any entry changes the computation.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
-# Fields that do not change the computation, or that other code checks. Some of them select the adapted modules,
+# Fields that do not change the computation, or that other code checks. Some of these fields select the adapted modules,
 # initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA that have their own classes
 # or variants in PEFT. `adapter_of` detects these kinds in the modules.
 _UNDERSTOOD = {
@@ -108,7 +108,9 @@ def _check_fields(config: Any) -> None:
 
 
 def _read(of_peft: Any, name: str) -> Any:
-    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT does not have it."""
+    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT lacks the
+    attribute.
+    """
     try:
         return getattr(of_peft, name)
     except AttributeError:
@@ -213,7 +215,7 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module and the modules inside it, each with the prefix of its parameters' names.
+    """Yield a module and all its submodules, each with the prefix of its parameters' names.
 
     Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """

@@ -16,15 +16,15 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
-# Arguments for transformers' own code around the decoder, such as the loss of the aligned model's logits.
+# Arguments that transformers handles outside the decoder, for example to compute the loss from the logits.
 OF_THE_HEAD = frozenset(
     {"labels", "logits_to_keep", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels"}
 )
-# A memory hint, and sequence boundaries for flash attention that are redundant with `position_ids`.
+# Arguments without effect: a memory hint, and sequence boundaries that `position_ids` already give.
 IGNORED = frozenset({"use_cache", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 BOUNDARIES = frozenset({"cu_seq_lens_q", "seq_idx"})
 CACHES = frozenset({"past_key_values", "cache"})
-# Refused, except with the value None or the value given here, which has no effect.
+# Arguments that are refused, unless the value is None or the value given here. These values request no feature.
 REFUSED: Mapping[str, Any] = {
     **dict.fromkeys(CACHES | {"inputs_embeds"}),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), False),

@@ -271,7 +271,7 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients for one expert's M rows: of x [M, H], of the gates [M], and of the expert's four parameters.
+    """Return the gradients of x [M, H], the gates [M] and one expert's four parameters, for the expert's M rows.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -550,7 +550,7 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
     """Return a request for the log-prob of one token in each row."""
-    # A temperature beyond float32 becomes infinite here; torch.full would raise.
+    # The cast turns a temperature beyond float32 into infinity; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)
     rows = torch.arange(len(token_ids), device=token_ids.device)
@@ -569,7 +569,7 @@ class _LogProbs(Function):
         temperature: float,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
+        """Return the log-probs. `found`: the log-probs, if the caller has already computed the log-probs."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
@@ -649,8 +649,8 @@ class GradientOps:
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen`: experts to use instead of those with the highest logits, int32 [M, top_k], ascending in each row. The
-        gates have gradients; the choice of experts has none.
+        `chosen`: experts that replace the choice by highest logits, int32 [M, top_k], ascending in each row. The gates
+        have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 

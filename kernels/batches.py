@@ -83,8 +83,8 @@ def read_routes(
     in each row.
 
     `shape`: the shape of input_ids. A worker never runs the last token of a sequence, so the token's entries in
-    `routed_experts` are not read and its row is OWN_CHOICE. Raise AlignmentError for a model without experts, and for
-    `routed_experts` that do not fit the model.
+    `routed_experts` are ignored, and the token's row of the result is OWN_CHOICE. Raise AlignmentError for a model
+    without experts, and for `routed_experts` that do not fit the model.
     """
     if not spec.experts:
         raise AlignmentError(

@@ -1,9 +1,9 @@
-"""The ops of a decoder and the contract they keep. `selection` chooses the backend that computes them.
+"""The ops of a decoder and the contract they keep. `selection` chooses the backend that computes the ops.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
-accumulation. The result does not depend on the number of rows in the call, the index of the row, the contents of other
-rows, the chunks a prompt was cut into, the block size of the cache, or the number of threads. Equality means equal
-bits.
+accumulation. The result does not depend on the number of rows in the call, the index of the row, or the contents of
+other rows. The chunks of a prompt, the block size of the cache and the number of threads do not matter either. Equality
+means equal bits.
 
 - Matrix products accumulate over K in one order for every number of rows.
 - Attention reads keys and values back from the paged cache, as stored. Prefill and decode both split the key axis at
@@ -228,12 +228,12 @@ class Wanted:
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of M tokens and of the distributions they come from.
+    """Statistics of M tokens and of the distributions that the tokens come from.
 
-    `logprobs`: float32 [M], of the tokens. `entropy`: float32 [M], of the distributions, in nats. `top_token_ids` int64
-    [M, k] and `top_logprobs` float32 [M, k]: the most probable tokens, highest logit first, the lower id first among
-    equal logits. If fewer than k tokens have a nonzero probability, tokens with log-prob -inf fill up the list, lowest
-    ids first.
+    `logprobs`: float32 [M], of the tokens. `entropy`: float32 [M], the entropies of the distributions in nats.
+    `top_token_ids` int64 [M, k] and `top_logprobs` float32 [M, k]: the most probable tokens, highest logit first, the
+    lower id first among equal logits. If fewer than k tokens have a nonzero probability, tokens with log-prob -inf fill
+    up the list, lowest ids first.
     """
 
     logprobs: Tensor
@@ -255,7 +255,9 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor of the same shape, converted to the weight's dtype, or a weight of the same layout."""
+        """Store a tensor or a weight of the same shape. A tensor is converted to the weight's dtype; a weight must have
+        the same layout.
+        """
         ...
 
     def put_(self, index: Tensor, source: Tensor, /) -> object:
@@ -265,7 +267,7 @@ class Weight(Protocol):
         ...
 
     def narrow(self, dim: int, start: int, length: int, /) -> Self:
-        """Return rows [start, start + length) as a weight that shares this one's memory. `dim` is 0.
+        """Return rows [start, start + length) as a weight that shares memory with this weight. `dim` is 0.
 
         `start` is a multiple of 16. `length` is a multiple of 16 too, unless the rows reach the end of the weight.
         """
@@ -336,8 +338,9 @@ class Backend(Protocol):
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         """Divide x [M, H] by its root mean square and multiply by weight [H]: [M, H] in x's dtype.
 
-        The quotient is computed in float32 and rounded to x's dtype before the multiplication. If zero-centered, it is
-        not rounded; it is multiplied by 1 + weight in float32 and rounded once. The weight may be float32.
+        The quotient is computed in float32 and rounded to x's dtype before the multiplication. With a zero-centered
+        norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded. The weight may be
+        float32.
         """
         ...
 
@@ -355,9 +358,9 @@ class Backend(Protocol):
 
         `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
         over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
-        + (2 + 3). The bias is added to their sum in float32, and the result is rounded once. A process can therefore
-        compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the backend does
-        not compute.
+        + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is rounded once. A process can
+        therefore compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the
+        backend does not compute.
         """
         ...
 
@@ -377,10 +380,10 @@ class Backend(Protocol):
         """Return (experts, gates) for a router's logits [M, E]: int32 and float32 [M, top_k].
 
         A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
-        (int32 [M, top_k], ascending) is given, it lists the experts instead. Returned experts are in ascending order in
-        each row. A gate is e^(logit - peak), divided by a sum of such terms, in float32. If `spec.normed`, the sum
-        covers the row's experts, added by ascending id; otherwise the sum covers all experts. A row with NaN gets NaN
-        gates and arbitrary distinct ids below E.
+        (int32 [M, top_k], ascending) is given, the experts are those in `chosen`. Returned experts are in ascending
+        order in each row. A gate is e^(logit - peak), divided by a sum of these exponentials, in float32. If
+        `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers all experts. A
+        row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -508,7 +511,7 @@ class Backend(Protocol):
         `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
         pages. Without layers, the result is x itself. `states` and the batches of all pages describe the same
         sequences. `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k],
-        receives the experts of each row, unless it is None. Raise ValueError unless `memories` and `pages` have one
+        receives the experts of each row; None if not wanted. Raise ValueError unless `memories` and `pages` have one
         entry for each layer.
         """
         ...
@@ -517,15 +520,15 @@ class Backend(Protocol):
         """Return (token ids int64, log-probs float32, validity bool), each [M].
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
-        `weight`: [V, H]. The results equal the results of these steps: `lm_head`; division by the temperature;
-        `sample`, or the lowest id among the highest logits; `log_probs`.
+        `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
+        The choice is `sample`, or the lowest id among the highest logits for greedy rows.
         """
         ...
 
     def next_token_statistics(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
-        """`next_tokens`, but return `token_statistics` of the same logits instead of the log-probs."""
+        """Return `next_tokens`, with `token_statistics` of the same logits instead of log-probs."""
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:

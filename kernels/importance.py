@@ -2,13 +2,13 @@
 
 The ratio of a token is r = p / q. `log_probs` is log p, of the policy in training. `sampled` is log q, of the policy
 that drew the token: older weights, or the same weights with different arithmetic. For tokens sampled with its current
-weights, an aligned trainer has r = 1 exactly. Every weight in this module is then exactly 1.
+weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is exactly 1.
 
 All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
 either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
 more each), unless `level` is `token`. `mask` (bool, in the shape of `log_probs`): the tokens to use; None for all
 tokens. Values outside the mask, NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums
-depend only on its own tokens. Padding and packing do not change their bits.
+depend only on its own tokens. Padding and packing do not change the bits of ratios and sums.
 
 `level` says which ratio a token gets:
 
@@ -85,8 +85,8 @@ def truncated_weights(
     """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
 
     This is truncated importance sampling, which trades variance for bias (Ionides 2008, "Truncated Importance
-    Sampling"). Between the policies of rollout and trainer it is known as TIS (Yao et al. 2025, "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
+    Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
     """
     _check_bound("cap", cap, 1.0, _LARGEST)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -107,11 +107,11 @@ def masked_weights(
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
     `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
-    of the policies are dropped instead of trained on with a smaller weight. Known as MIS (Liu, Li et al. 2025, "When
-    Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse).
-    At level `token` with both bounds, it is known as IcePop (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855).
-    With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A loss that divides by the number of
-    tokens must decide whether to count dropped tokens.
+    of the policies are dropped instead of trained on with a smaller weight. The method is known as MIS (Liu, Li et al.
+    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
+    Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
+    loss that divides by the number of tokens must decide whether to count dropped tokens.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)

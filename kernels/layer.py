@@ -42,9 +42,9 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape, held=...): return the weight `name`: a `Weight` if it has two dimensions, else a tensor. `held`, a
-`WeightSpec`, gives its dtype and part. With `layout`, a `StackLayout`: return the matrices of a layer's experts, of
-shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
+"""get(name, *shape, held=...): return the weight `name`: a `Weight` for two dimensions, else a tensor. `held`, a
+`WeightSpec`, gives the dtype and part of the weight. With `layout`, a `StackLayout`: return the matrices of a layer's
+experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
 """
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
@@ -167,7 +167,9 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` is 1. For backends that compute `Backend.project_back` in one piece only."""
+    """Raise ConfigError unless `pieces` is 1, as backends require that compute `Backend.project_back` in one piece
+    only.
+    """
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
 
@@ -266,7 +268,7 @@ def project(
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the heads' attention outputs, multiplied by the output gate if there is one: [M, heads * D].
+    """Return the heads' attention outputs, multiplied by the output gate, if any: [M, heads * D].
 
     `q`: queries from `project`. `attend`: returns the attention of queries [M, heads, D], in the same shape.
     """

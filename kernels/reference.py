@@ -421,7 +421,9 @@ def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value reaches only rows that see it."""
+    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value affects only the rows that see
+    that value.
+    """
     broken = ~values.isfinite()
     if not broken.any():
         return _multiply_alike(weights, values)
@@ -445,7 +447,7 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
     kept, starts = tails.shape[1], batch.starts.to(x.device)
     sequence = torch.arange(len(batch.reads), device=x.device)
-    # The rows of each sequence follow its tail.
+    # Each sequence's rows come after the sequence's tail.
     first_tails = (starts[:-1] + kept * sequence)[:, None] + torch.arange(kept, device=x.device)
     places = torch.arange(len(x), device=x.device) + kept * sequence.repeat_interleave(starts.diff())
     rows = x.new_empty(len(x) + first_tails.numel(), x.shape[1])

@@ -32,7 +32,7 @@ class SelectedBackend:
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None = None
 ) -> SelectedBackend:
-    """Return the backend called `name`. For `auto`, return the best one for the device and the decoder.
+    """Return the backend called `name`. For `auto`, return the best backend for the device and the decoder.
 
     `spec`: the decoder's spec; None for ops alone. Raise ConfigError if no backend has this name, if the backend cannot
     serve the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.

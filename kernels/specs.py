@@ -1,7 +1,7 @@
 """The description of a decoder in plain numbers, which worker and trainer both read.
 
-A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines what a layer of a spec computes, and
-`contract` defines the ops it uses. Each backend says which specs it serves.
+A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines the computation of a layer, and
+`contract` defines the ops of a layer. Each backend states the specs that it supports.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class AttentionSpec:
     """Causal attention with grouped heads.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
-    tokens a query sees, itself included; None for all tokens up to it. `soft_cap`: a score s becomes soft_cap * tanh(s
-    / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head separately, or all heads at
-    once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the sigmoid of a gate. In the
-    product with q's weights, each head's query is followed by its gate. `rotated`: the number of leading elements of a
-    head that are rotated; None for all. `sinks`: each head has an extra score, a learned weight, in the softmax. The
-    score has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden states has a bias.
+    tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
+    s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
+    separately, or all heads at once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the
+    sigmoid of a gate. In the product with q's weights, each head's query is followed by its gate. `rotated`: the number
+    of leading elements of a head that are rotated; None for all. `sinks`: each head has an extra score, a learned
+    weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden
+    states has a bias.
     """
 
     num_heads: int
@@ -144,7 +145,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A mixer of tokens followed by an MLP or experts. Each adds its output to its input.
+    """A mixer of tokens followed by an MLP or experts. Mixer and MLP each add their output to their input.
 
     `norm` applies before the mixer and before the MLP, after each of the two, or in both places.
     """
@@ -204,7 +205,7 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a checkpoint's tensor: along axis `dim`, which has length `total`, it begins at `start`.
+    """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
 
     The length of the part is the length of the weight along that axis.
     """
@@ -218,8 +219,8 @@ class Slice:
 class WeightSpec:
     """How a weight is held.
 
-    `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that it
-    holds; None for the whole tensor.
+    `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that the
+    weight holds; None for the whole tensor.
     """
 
     dtype: torch.dtype | None = None
@@ -276,7 +277,7 @@ class DecoderSpec:
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows of the layers with a KV cache, full attention (None) first.
 
-        Layers with the same window form a group, which has its own blocks.
+        Layers with the same window form a group, and each group has its own blocks.
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 

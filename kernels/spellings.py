@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Parts: TypeAlias = Mapping[str, Sequence[str]]
-"""For each stack that may come in parts: the name templates of an expert's parts, in the order of their rows. All parts
-of a stack have the same number of rows. `{}` stands for the expert's number.
+"""For each stack that may be split: the name templates of an expert's parts, in the order of their rows. All parts of a
+stack have the same number of rows. `{}` stands for the expert's number.
 """
 
 _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,5})(\..*)", re.DOTALL)

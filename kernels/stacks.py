@@ -56,7 +56,7 @@ class StackLayout:
 class Stack:
     """A `Weight` of matrices [E, R, C] or biases [E, R], with the shape and element order of the checkpoint's tensor.
 
-    `matrix`: its memory, a backend's weight [E * R, C] or a tensor [E, R].
+    `matrix`: the memory of the stack, a backend's weight [E * R, C] or a tensor [E, R].
     """
 
     def __init__(self, matrix: Any, shape: tuple[int, ...], layout: StackLayout) -> None:

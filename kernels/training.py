@@ -89,7 +89,7 @@ class _Rows:
     """The inputs of a layer besides hidden states [M, H].
 
     `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because wrappers cast
-    floats inside those, such as rotations, to the dtype of a policy.
+    floats inside dataclasses and tuples, such as rotations, to the dtype of a policy.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Arithmetic(NamedTuple):
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`.
 
-    `backend`: `auto` (the fastest one that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a LoRA
-    adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
+    `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
+    LoRA adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
     float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
     DistributedDataParallel may wrap the model before or after `align`; accelerate only after `align`.
 
@@ -204,7 +204,8 @@ def token_log_probs(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-prob of each token given the earlier ones in its sequence: float32 in the shape of `input_ids`.
+    """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of
+    `input_ids`.
 
     `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
     accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
@@ -273,9 +274,9 @@ def token_experts(
     """Return the experts that an aligned model sends each token to.
 
     The result is int32, [*input_ids.shape, layers with experts, experts per token], ascending for each token; 0 for
-    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts them. The other
-    arguments are documented at `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and for a
-    model without experts.
+    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts these experts.
+    The other arguments are documented at `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and
+    for a model without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
@@ -348,12 +349,14 @@ def _unsealed(found: Any) -> Tensor:
     return found.real if found.is_complex() else found
 
 
-# The forward passes. Each one becomes a method of an aligned class; `self` is the transformers module.
+# The forward passes. Each function becomes a method of an aligned class; `self` is the transformers module.
 
 
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
-    """Return the forward pass of a model of this class. Called with a `question`, it returns the answer."""
+    """Return the forward pass of a model of this class. If called with a `question`, the forward pass returns the
+    answer.
+    """
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
         if question is None:
@@ -460,7 +463,7 @@ def _as_computed(
 ) -> Tensor:
     """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
 
-    The tensor is in its `own` dtype if it has one, else in the dtype of hidden states x.
+    The tensor is in the dtype `own` if given, else in the dtype of hidden states x.
     """
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
@@ -481,7 +484,7 @@ def _parameter(
     layout: StackLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
-    """Return a layer's parameter of this name. Raise AlignmentError unless it matches the model's config.
+    """Return a layer's parameter of this name. Raise AlignmentError unless the parameter matches the model's config.
 
     With `layout`, `shape` is the shape of matrices [E, R, C] or biases [E, R]. A matrix must be in a module of
     transformers or in an nn.Linear. The parameter must have the dtype that `held` names, if any.
@@ -607,7 +610,7 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
 
 
 def _check_aligned(model: Any) -> Any:
-    """Return the model inside its wrappers. Raise AlignmentError unless it is aligned."""
+    """Return the model inside its wrappers. Raise AlignmentError unless the model is aligned."""
     model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); call align(model) first")

@@ -1,4 +1,4 @@
-"""The wrappers that trainers put around a transformers model or its weights, and which of them are supported.
+"""The wrappers that trainers put around a transformers model or its weights, and the subset that is supported.
 
 A wrapper is supported if a call of the module runs all of the wrapper's work. Some wrappers are modules around another
 module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a module

@@ -1,6 +1,6 @@
 """The ops of `kernels.contract.Backend` with native kernels.
 
-native/kernels.h describes how the kernels keep the contract. Kernels use as many threads as torch is set to.
+native/kernels.h describes how the kernels keep the contract. Kernels run on `torch.get_num_threads()` threads.
 
 Matrices lie in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side by
 side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to whole
@@ -98,7 +98,7 @@ class PackedWeight:
         self.data.put_(starts[row] + distances[index.sub(row, alpha=columns)], source)
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Return rows [start, start + length), sharing memory. Raise ValueError unless they are whole panels or the
+        """Return rows [start, start + length), sharing memory. Raise ValueError unless the rows are whole panels or the
         last rows.
         """
         end = start + length
@@ -147,7 +147,9 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` can hold such a layer. A run with any other layer is computed op by op."""
+    """Return whether `PackedLayers` can hold a layer with this spec. A run with any other layer is computed op by
+    op.
+    """
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
@@ -198,8 +200,8 @@ def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
-    """Return the stacked matrices of all experts, each followed by its bias or None. Raise ValueError unless each
-    expert's rows fill whole panels.
+    """Return the stacked matrices of all experts: each stack, followed by the stack of biases or None. Raise ValueError
+    unless each expert's rows fill whole panels.
     """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:

@@ -44,7 +44,7 @@ class _Functions(ctypes.CDLL):
 
 
 class Library:
-    """The library at a path. Each function of its C interface is an attribute, without the prefix `trueroll_`.
+    """The library at a path. Each function of the C interface is an attribute, without the prefix `trueroll_`.
 
     Raise OSError if the library cannot be loaded, or was compiled from a different native/api.h.
     """
@@ -75,7 +75,7 @@ class Library:
         return self.isa().decode()
 
     def choose(self, name: str) -> None:
-        """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
+        """Use an instruction set from now on. Raise ConfigError if this machine does not have the instruction set."""
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
             raise ConfigError(f"{ISA_VARIABLE} must be an instruction set of this machine, {available} (got {name!r})")
@@ -87,7 +87,7 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or the best one.
+    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or else the best instruction set.
 
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
     machine lacks.

@@ -1,4 +1,4 @@
-"""Llama and its relatives: norms before, a SiLU gate, one rotation.
+"""Llama and related families: norms before mixer and MLP, a SiLU gate, and one rotation.
 
 Mistral's layers have a window; Ministral's and Qwen's layers may have one. Qwen2 has biases of q, k and v; Qwen3 has
 norms of the heads of q and k.

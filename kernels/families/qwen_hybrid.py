@@ -29,7 +29,8 @@ _QWEN3_NEXT: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, 
 _QWEN3_NEXT |= dict(intermediate_size=5632, norm_topk_prob=True)
 _QWEN3_5: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=4)
 _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
-# Prefix of the text model in a multimodal checkpoint, and the prefix that transformers gives the text model it loads.
+# Prefix of the text model in a multimodal checkpoint, and the prefix of the same weights in the text model that
+# transformers loads.
 _OF_TEXT = {"model.language_model.": "model."}
 _BESIDE_TEXT = ("model.visual.", "mtp.")
 

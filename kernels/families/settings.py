@@ -126,7 +126,7 @@ class Settings(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
-    # Text has the same position on all three axes, so it does not matter which pairs of a head each axis rotates.
+    # A text token has the same position on all three axes, so the assignment of pairs to axes has no effect.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __post_init__(self, **others: Any) -> None:
@@ -146,8 +146,8 @@ class Settings(PreTrainedConfig):
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """Return `window` or None for each layer, from `types`. Raise ModelError as `types` does, and if a layer needs
-        a window that is missing.
+        """Return `window` or None for each layer, from `types`. Raise ModelError as `types` does, and for a layer that
+        needs a window if `window` is None.
         """
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
@@ -155,7 +155,7 @@ class Settings(PreTrainedConfig):
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Return attention with the heads of these settings. `others`: further fields of the spec."""
+        """Return an attention spec with the heads of these settings. `others`: further fields of the spec."""
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
@@ -235,7 +235,9 @@ class Settings(PreTrainedConfig):
 
 
 def _rope_function(kind: str) -> Callable[..., Any]:
-    """Return transformers' function for a kind of rotation. Raise ModelError if it is missing or has changed."""
+    """Return transformers' function for a kind of rotation. Raise ModelError if the function is missing or has
+    changed.
+    """
     function = ROPE_INIT_FUNCTIONS.get(kind, lambda: None)
     arguments = {*inspect.signature(function).parameters}
     if arguments != _ROPE_ARGUMENTS:

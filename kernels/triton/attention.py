@@ -45,7 +45,7 @@ from . import MOST_GROUP
 from .launch import aligned, device_function, exact_jit, launch
 
 ROWS = MOST_GROUP
-# (keys of a tile, warps, stages), for heads of size up to 128 and for wider ones, which take more registers.
+# (keys of a tile, warps, stages), for heads of size up to 128 and for wider heads, which take more registers.
 NARROW, WIDE = (64, 4, 3), (32, 8, 2)
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several per multiprocessor of a large GPU
@@ -225,7 +225,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j): partitions j, j + n, j + 2 n, ... of those that query i sees; n = tl.num_programs(2)."""
+    """Program (i, kv_head, j): partitions j, j + n, ... of all partitions that query i sees; n = tl.num_programs(2)."""
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)

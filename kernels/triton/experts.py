@@ -1,6 +1,6 @@
 """Mixtures of experts: the choice of each row's experts, and the sum of the experts' outputs.
 
-A pair is a row and one of its experts; pairs are numbered row by row. `experts` lists the pairs expert by expert and
+A pair is a row and one expert of the row; pairs are numbered row by row. `experts` lists the pairs expert by expert and
 cuts each expert's list into tiles. A program multiplies one tile of pairs by some features of the expert's weight. An
 expert's weight is therefore read once for each tile of the expert's pairs. The host does not know the number of tiles:
 the grid has the largest possible size, and programs beyond the last tile end immediately.
@@ -195,8 +195,8 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i and their gates. If `CHOSEN`, the experts are given; else they have the highest
-    logits.
+    """Program i: the experts of row i and their gates. If `CHOSEN`, the experts are given; otherwise those with the
+    highest logits are chosen.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
@@ -320,8 +320,8 @@ def _gate_up_kernel(
 ):
     """Program (i, tile): the i-th features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` are counted in
-    units.
+    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` count units
+    (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return

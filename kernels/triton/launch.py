@@ -1,9 +1,9 @@
 """Compile and launch kernels, with the settings that change bits pinned.
 
-The layout of a tile determines the order of its sums. The compiler chooses a layout from what it knows about a kernel's
-arguments, so it must know the same at each compilation. Pointers are multiples of 16 bytes, which each launch checks.
-The compiler knows the types of numbers, but not their values. Any value that may influence a layout is a constant of
-the kernel. `describe_settings` reports the compiler settings that the environment can still change.
+The layout of a tile determines the order of its sums. The compiler chooses layouts by the known properties of a
+kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16 bytes, which each
+launch checks. The compiler knows the types of numbers, but not their values. Any value that may influence a layout is a
+constant of the kernel. `describe_settings` reports the compiler settings that the environment can still change.
 
 Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
 compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.
@@ -138,7 +138,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return `x`, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    """Return `x`, or a copy of `x` that is contiguous and begins at a multiple of 16 bytes."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 

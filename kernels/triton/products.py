@@ -83,7 +83,7 @@ CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 12
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
 FOLD_COLUMNS = 1024
-FEW_TOKENS = 192  # up to this many tokens, one tile of tokens is preferred to several
+FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
 FOLD_PASSES = 3  # how often parts pass through memory; fitted
 PIECE_UNIT = tl.constexpr(128)  # piece lengths are multiples of this number, which is a multiple of every depth
@@ -300,7 +300,9 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
 
 
 def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
-    """Return products of x with one to three weights side by side: a part for each piece if `apart`, else one part."""
+    """Return the products of x with one to three weights side by side. With `apart`, each piece has its own part;
+    otherwise there is one part.
+    """
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights without rows, which no program reads
@@ -354,7 +356,7 @@ def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.cons
     tokens].
 
     `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`, and so is `stop` unless it equals `columns`.
-    Without `MORE`, the second sums are zeros.
+    Without `MORE`, the sums of the second accumulator are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]

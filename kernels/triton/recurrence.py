@@ -12,8 +12,8 @@ in the same order for prompts and decodes, so results do not depend on the ends 
   separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
   new tail. No other program reads the old tail.
 
-Each kernel has two forms: one for batches in which every sequence has one row, and one for all other batches. The first
-form computes the places of rows in the kernel, without a tensor of places, so a CUDA graph can capture this form.
+Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. The
+first form computes the places of rows in the kernel, without a tensor of places, so a CUDA graph can capture this form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .launch import aligned, device_function, exact_jit, launch
 from .products import gate_mul_tile
 
 COLUMNS = 8
-# (rows and channels of a program, warps), for a convolution in which every sequence has one row, and for others.
+# (rows and channels of a program, warps), for convolutions with one row per sequence, and for all other convolutions.
 SINGLE, SEVERAL = (1, 512, 2), (MOST_KERNEL_SIZE - 1, 128, 4)
 _L2_EPS = tl.constexpr(L2_EPS)
 
@@ -104,7 +104,7 @@ def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cu
     """Return the places of a batch, made once for all layers; None if every sequence has one row.
 
     The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows also
-    has a piece, since a program must write its tail.
+    has a piece, since a program must write the sequence's tail.
     """
     if starts == tuple(range(len(starts))):
         return None

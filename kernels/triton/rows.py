@@ -8,7 +8,7 @@ float32.
 
 Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element of v is
 stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
-results of queries that see the token then become NaN. For all other queries, the token has a finite v with weight zero.
+results of queries that see this token become NaN. For all other queries, this token has a finite v with weight zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ACTIVATION_TILE = 1024
 def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     """Divide x [M, H] by its root mean square, round to the dtype, and multiply by weight [H]: [M, H].
 
-    If zero-centered, the quotient is not rounded; it is multiplied by 1 + weight in float32 and rounded once.
+    With a zero-centered norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded.
     """
     x, weight = aligned(x), aligned(weight)
     out = torch.empty_like(x)

@@ -282,7 +282,9 @@ class Parameters(Protocol):
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
-    """Raise PushError unless `names` has every parameter exactly once: its own name or the names of all its parts."""
+    """Raise PushError unless `names` lists every parameter exactly once, by the parameter's name or by the names of all
+    parts.
+    """
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):

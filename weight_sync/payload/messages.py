@@ -32,9 +32,9 @@ class BeginPush(Message):
     """Call that begins a push of weights. Any other push in progress is ended.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
-    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, they are added to the
-      worker's weights from before adapters.
-    - `allow_older`: accept a version that is not later than the served one.
+    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
+      to the worker's weights from before adapters.
+    - `allow_older`: accept a version that is not later than the served version.
     - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates no
       tokens between the opening of the source and the commit.
     - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.

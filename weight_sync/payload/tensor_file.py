@@ -69,7 +69,9 @@ class TensorFile:
         self._check_layout(dtype, dtypes, size - self._start)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if they cannot be read."""
+        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if the bytes cannot be
+        read.
+        """
         return torch.from_numpy(self._read(self._start + entry.data_offsets[0], entry.num_bytes))
 
     def _read(self, offset: int, num_bytes: int) -> np.ndarray:

@@ -21,7 +21,7 @@ _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F8
 a finite number are smaller.
 """
 _CACHED_BYTES = 2**18
-"""Number of bytes checked at a time. So few bytes stay in a core's cache, where three reads cost as much as one
+"""Number of bytes checked at a time. A chunk of this size stays in a core's cache, so three reads cost as much as one
 read.
 """
 _WORD_BYTES = 8
@@ -72,7 +72,8 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     """Return whether numbers with these bits are all finite. `infinity`: the bits of infinity."""
-    # As unsigned integers, negative infinity and negative NaNs are the largest; as signed integers, the positive ones.
+    # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
+    # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
     return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
 

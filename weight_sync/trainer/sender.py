@@ -9,8 +9,9 @@
 - `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
   adapters.
 
-Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. No object here keeps a
-reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the workers' dtypes.
+Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
+module keep no reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the
+workers' dtypes.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class _Sent:
 
 
 class WeightSender:
-    """Sends weights by `transport`. `folder`: for `disk` only. For the other parameters see `WeightPublisher`."""
+    """Sends weights by `transport`. `folder`: for `disk` only. See `WeightPublisher` for the other parameters."""
 
     def __init__(
         self, transport: Transport, settings: PushSettings, *, folder: Path | None, host: str, is_sparse: bool

@@ -1,6 +1,6 @@
 """Gather the trainer's tensors one at a time, check them against the workers' parameters, and share a push's result.
 
-- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded ones. `TrainerTensors`
+- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded tensors. `TrainerTensors`
   owns the order of the gathers, which is the same on every rank of the trainer. `TrainerTensors` keeps no reference to
   a returned tensor, and uses the trainer's default process group only for sharded tensors.
 - `Checklist` checks names, shapes and tied values. `Checklist` keeps names and checksums, but no tensors.
@@ -35,8 +35,8 @@ WORD_BYTES = 8192
 class TrainerTensors:
     """An iterator of (name, whole tensor).
 
-    `mapping`: the tensors by name if they are known in advance, else None. `is_broken`: True once the iterable has
-    raised an error and gives no more tensors.
+    `mapping`: all tensors by name if known in advance, else None. `is_broken`: True once the iterable has raised an
+    error and gives no more tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -200,7 +200,9 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether it must be sent. Raise PushError if the tensor is wrong or was sent before."""
+        """Check a tensor. Return whether the tensor must be sent. Raise PushError if the tensor is wrong or was sent
+        before.
+        """
         self._check(name, tuple(tensor.shape))
         if name in self._seen:
             raise PushError(f"tensor {name}: was sent twice; leave one out")

@@ -150,7 +150,7 @@ class Transaction:
         )
 
     def stage(self, bucket: Bucket) -> Future[list[PushStatus]]:
-        """Announce a bucket. The future is done when every worker has copied it."""
+        """Announce a bucket. The future is done when every worker has copied the bucket."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
         return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
@@ -216,7 +216,7 @@ class Transaction:
 
 
 def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
-    """Return the common type of the errors if it tells a trainer what to push instead, else PushError."""
+    """Return the common type of the errors if that type tells a trainer what to push instead, else PushError."""
     kinds = {type(error) for error in errors}
     return next((kind for kind in (VersionGapError, OtherBaseError) if kinds == {kind}), PushError)
 

@@ -9,9 +9,10 @@ each wait for a bucket ends within the timeout. If a member dies, its peers get 
 the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may keep a thread and connections too, a wait for a bucket until the timeout,
-and a thread that joins the group. A joining thread has no time limit: it ends when NCCL has connected the members, or
-when the connection to the store ends. While `MOST_JOINING` joining threads exist, pushes through NCCL are refused.
+broadcast times out. A worker with NCCL may also keep a thread and connections. In addition, a wait for a bucket may
+remain until its timeout, and a thread that joins the group may remain. A joining thread has no time limit. The thread
+ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
+exist, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class GroupSlots:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Release everything. Closing the store gives members that still wait to join an error at once."""
+        """Release everything. Members that still wait to join get an error as soon as the store closes."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)

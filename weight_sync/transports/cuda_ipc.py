@@ -6,8 +6,8 @@ leak if a worker dies. Received data would also determine the place in the file 
 a received handle only to the driver, and checks the size of the opened memory.
 
 Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped. The
-driver must then keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer and workers run
-on one machine, with the same GPU.
+driver is relied on to keep the pages until the last mapping is closed, although NVIDIA does not promise this. Trainer
+and workers run on one machine, with the same GPU.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ from ..payload.tensors import dtype_named
 from .policy import PushPolicy
 
 _MOST_TENSORS = 2**17
-"""Limit on the tensors of a manifest in the trainer, which reads a manifest before it knows the model."""
+"""Limit on the tensors of a manifest that a trainer reads, since a trainer reads a manifest before it knows the
+model.
+"""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Modes of the folder of a push and of its files. Whatever the umask is, only the owner may write. A worker refuses a
 folder of its own user that other users can write.
@@ -113,7 +115,7 @@ class FolderWriter:
                 left, tensor.offset = left[count:], tensor.offset + count
 
     def finish(self) -> Path:
-        """Sync the complete folder to the disk, give it its final name, and return it."""
+        """Sync the complete folder to the disk, rename the folder to its final name, and return the path."""
         checksums = {name: tensor.hash.intdigest() for name, tensor in self._written.items()}
         extents = {name: tensor.extent for name, tensor in self._written.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
@@ -147,7 +149,7 @@ class FolderWriter:
         return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """Return the start of a safetensors file with these tensors, of `num_bytes` or more bytes."""
+        """Return the start of a safetensors file with these tensors, at least `num_bytes` bytes long."""
         entries = {
             name: {
                 "dtype": DTYPE_CODES[self._dtype_of(name)],
@@ -225,7 +227,9 @@ class FolderReader:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Return the manifest of a folder that the caller may read. Raise PushError if it is not the folder of a push."""
+    """Return the manifest of a folder that the caller may read. Raise PushError if the folder is not the folder of a
+    push.
+    """
     path = folder / MANIFEST_FILE
     try:
         if not path.is_file():

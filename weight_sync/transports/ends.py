@@ -28,7 +28,7 @@ class Slots(Protocol):
         ...
 
     def opened(self) -> None:
-        """Note that all workers have opened the source."""
+        """Finish the opening. Called once all workers have opened the source."""
         ...
 
     def send(self, slot: int, num_bytes: int) -> None:

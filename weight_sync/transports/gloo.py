@@ -1,7 +1,7 @@
 """Join gloo process groups, for trainers and for the receiving processes of workers. Imports only torch.
 
 Gloo connects all members with each other, at the addresses that the members have put into the store. Gloo aborts a
-process that receives more bytes than it expects. If the store stops answering, gloo may wait longer than any timeout.
+process that receives more bytes than expected. If the store stops answering, gloo may wait longer than any timeout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
 
 Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
-process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse it.
-Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
+process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
+server. Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
 `TURN_SECONDS` once the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
 behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
 of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
@@ -36,7 +36,9 @@ from .gloo import STORE_SECONDS
 # package of that name.
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a single-threaded process can fork safely. Without these variables, libraries would start threads."""
+"""Only a single-threaded process can fork safely. Without these environment variables, libraries would start threads in
+the fork server.
+"""
 _MARGIN_SECONDS = 1.0
 """Extra time that gloo may take beyond its timeout to report its failure."""
 TURN_SECONDS = 0.02
@@ -134,7 +136,7 @@ class GlooReader:
         self._wait("join", group, deadline, f"no answer for {join_timeout:g} s")
 
     def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
-        """Wait until the receiving process has done the step. Raise PushError with `trouble` if it fails.
+        """Wait until the receiving process has done the step. Raise PushError with `trouble` if the step fails.
 
         `silence`: the reason if the process does not answer before the deadline.
         """
@@ -147,7 +149,7 @@ class GlooReader:
         raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, {} if the process is gone, or None if none came within a turn."""
+        """Return the next message, {} if the process is gone, or None if no message came within a turn."""
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:
@@ -184,7 +186,9 @@ class _ForkServer:
         self._requests: socket.socket | None = None
 
     def begin(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
-        """Return the channel to a new process that receives this push. Raise OSError if it cannot be started."""
+        """Return the channel to a new process that receives this push. Raise OSError if the process cannot be
+        started.
+        """
         channel, end = _channel()
         try:
             with end, self._lock:
@@ -227,7 +231,7 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _describe(word: dict[str, Any] | None, silence: str) -> str:
-    """Return the reason why the expected message did not come, and advice."""
+    """Return the reason that the expected message did not come, and advice."""
     if word is None:
         return f"{silence}; "
     if "failed" in word:

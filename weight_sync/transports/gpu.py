@@ -32,7 +32,7 @@ def shares_gpu(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
 def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
     """Return whether trainer and workers all have a GPU, so that NCCL can broadcast buckets between them.
 
-    Raise ConfigError if two of them have the same GPU, or if the trainer's torch has no NCCL.
+    Raise ConfigError if two processes use the same GPU, or if the trainer's torch has no NCCL.
     """
     if trainer is None or None in workers.values():
         return False

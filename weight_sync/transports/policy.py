@@ -56,7 +56,7 @@ class PushPolicy:
             ) from None
 
     def check_writable(self, folder: str) -> None:
-        """Raise PushError unless the worker may write into a folder. The rules are those for reading a push."""
+        """Raise PushError unless the worker may write into a folder. The rules are the same as for reading a push."""
         try:
             opened = self._open_folder(folder)
             try:
@@ -141,7 +141,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Return whether the entry is this host, or a network that contains it."""
+    """Return whether the entry is this host, or a network that contains this host."""
     if entry == host:
         return True
     try:

@@ -68,7 +68,7 @@ class StagingArea(Protocol):
         ...
 
     def merge(self, name: str) -> bool:
-        """Merge a parameter with its adapter, if it has one. Return False if the result is not finite."""
+        """Merge a parameter with its adapter, if any. Return False if the result is not finite."""
         ...
 
 
@@ -80,19 +80,19 @@ class KeptBase(Protocol):
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """A staging area that other workers can map once it is complete."""
+    """A staging area that other workers can map after it is complete."""
 
     def lend(self) -> tuple[int, int, int, int]:
         """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
         ...
 
     def withdraw(self) -> None:
-        """Stop lending. A process that has mapped the memory keeps it."""
+        """Stop lending. Processes that have mapped the memory keep their mapping."""
         ...
 
 
 class Destination(Parameters, Protocol):
-    """A worker's parameters, and factories of staging areas for new ones. `kin`: see `Weights`.
+    """A worker's parameters, and factories of staging areas for new parameters. `kin`: see `Weights`.
 
     `commit_note`: the reason that commits take longer than necessary, or an empty string.
     """
@@ -107,11 +107,11 @@ class Destination(Parameters, Protocol):
     def base(self) -> KeptBase: ...
 
     def served(self, name: str) -> torch.Tensor:
-        """Return a parameter as it is served, dense."""
+        """Return a served parameter as a dense tensor."""
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        """Return a parameter as it was before adapters. The live weights must be complete."""
+        """Return a parameter's value from before adapters. The live weights must be complete."""
         ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
@@ -205,7 +205,9 @@ class Assembly:
             self._inspect_elements(piece, tally, data)
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Write an inspected piece into the staging. `data`: its bytes, in memory that is reused afterwards."""
+        """Write an inspected piece into the staging. `data`: the bytes of the piece, in memory that is reused
+        afterwards.
+        """
         tally, values = self._tallies[piece.name], self._values(piece, data)
         if isinstance(piece, Rows):
             self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))

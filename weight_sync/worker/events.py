@@ -15,7 +15,7 @@ from ..payload.messages import PushPhase
 class Reached:
     """The call `id` is done, and the push has reached `phase`: begun, staged or verified.
 
-    `lent`: where other workers find the verified weights, if they are lent.
+    `lent`: where other workers find the verified weights, if the worker lends them.
     """
 
     id: str

@@ -97,7 +97,7 @@ class CallQueue:
         return call
 
     def look_ahead(self) -> Call | None:
-        """Return the call that `next` will return, if it has come, else None."""
+        """Return the call that `next` would return without waiting, or None."""
         if self._ahead is None and not self._queue.empty():
             self._ahead = self._queue.get()
         return self._ahead
@@ -139,7 +139,9 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold off `close` until the writes of the context are done, on the device too. Raise Closed if closed."""
+        """Delay `close` until the writes of the context are done, including work on the device. Raise Closed if
+        closed.
+        """
         with self._lock:
             self.check()
             yield
@@ -147,7 +149,8 @@ class Writing:
 
 
 class Intake:
-    """Reads buckets with `reader` into `assembly`, each piece while `writing` allows it.
+    """Reads buckets with `reader` and adds their pieces to `assembly`. Each piece is written only while `writing`
+    permits.
 
     `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
@@ -257,8 +260,8 @@ class Receiver(threading.Thread):
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writes into the live weights; no code may read them any more. For a push in place only, after
-        `Opened`.
+        """Allow writes into the live weights. From now on, no code may read the live weights. Only for a push in place,
+        after `Opened`.
         """
         self._writing.allow_overwriting()
 
@@ -325,7 +328,7 @@ class Receiver(threading.Thread):
             reader.close()
 
     def _take_buckets(self, intake: Intake) -> VerifyPush | None:
-        """Stage buckets until verify_push comes. Return that call, or None if the push is closed before."""
+        """Stage buckets until verify_push comes. Return the verify_push call, or None if the push is closed first."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if isinstance(call, VerifyPush):
                 return call
@@ -361,7 +364,7 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only their location remains to be checked."""
+        """Map weights that another worker has verified. Only the location of the weights must still be checked."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
@@ -400,7 +403,9 @@ def _open_source(
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
-    """Open the source. Raise PushError if it is missing or `policy` forbids it. Stop waiting once `is_closed`."""
+    """Open the source. Raise PushError if the source is missing or `policy` forbids it. Stop waiting once
+    `is_closed()`.
+    """
     match source:
         case CollectiveSource():
             policy.check_host(source.host)

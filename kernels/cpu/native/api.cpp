@@ -378,8 +378,8 @@ void pack(const T* rows, const Matrix<T>& out) {
     }
 }
 
-// Infinities and NaN have all exponent bits set. For such a number, adding the lowest exponent bit carries into the
-// sign bit.
+// Infinities and NaN have all exponent bits set. Adding the lowest exponent bit to an infinity or NaN therefore carries
+// into the sign bit.
 template <class T>
 bool are_finite(const T* values, long count) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;

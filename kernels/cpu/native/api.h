@@ -109,7 +109,7 @@ const char* trueroll_isa_at(long i);
 // Returns the name of the instruction set in use.
 const char* trueroll_isa();
 
-// Uses the instruction set of this name for all later calls. Returns false if this machine lacks it.
+// Uses the instruction set of this name for all later calls. Returns false if this machine lacks the instruction set.
 int trueroll_set_isa(const char* name);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);

@@ -90,7 +90,7 @@ class Attention {
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
-    // that contain them.
+    // that contain these keys.
     long first_key(const QueryTile& tile) const { return larger(0, position(tile, 0) + 1 - args_.window); }
     long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
     long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
@@ -99,7 +99,7 @@ class Attention {
     // Rows of scores become weights two panels at a time. Pairs of panels begin at multiples of this number of keys.
     static constexpr long TWO_PANELS = 2 * LANES;
 
-    // Adds the panels that a split of a tile reads to `ahead`, which has room for them. A no-op unless a block is
+    // Adds the panels that a split of a tile reads to `ahead`, which must have enough room. A no-op unless a block is
     // exactly one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
         if (caches_.block_size != LANES) return;
@@ -178,7 +178,7 @@ class Attention {
         });
     }
 
-    // Adds a score with a value of zero to a row's total. `kept`: the factor for the row's values.
+    // Adds a score with a value of zero to a row's total. `kept`: receives the factor for the row's values.
     static void fold_sink(F peak, float sink, F& total, F& kept) {
         const F top = max(peak, set1(sink));
         kept = exp(sub(peak, top));
@@ -341,8 +341,8 @@ class Attention {
 
     Keys seen(const Sight& sight, long row) const { return {sight.from(row / group_), sight.to(row / group_)}; }
 
-    // Returns the largest of a row's scores for the keys it sees. Fills the rest of the first and last pair of panels
-    // with -inf.
+    // Returns the largest of a row's scores for the keys that the row sees. Fills the rest of the first and last pair
+    // of panels with -inf.
     float highest(float* scores, const Keys& seen) const {
         const long start = seen.first / TWO_PANELS * TWO_PANELS;
         for (long i = start; i < seen.first; ++i) scores[i] = -INFINITY;
@@ -534,7 +534,7 @@ class AttentionRun {
         return tasks_[u < large_ ? u : u + followers_];
     }
 
-    // Computes one split of a leader and its followers. Split `next_split` of `next` comes after them.
+    // Computes one split of a leader and its followers. Split `next_split` of `next` comes after the followers.
     void reduce(
         const AttentionTask& task, long split, const AttentionTask& next, long next_split, const Partial& out
     ) const {
@@ -543,7 +543,7 @@ class AttentionRun {
         visit_followers(task, split, [&](const AttentionTask& follower) {
             op_.look_ahead(follower.tile, follower.first, ahead);
         });
-        // The followers' keys are already in `ahead`, so the next leader's keys are fetched in their place.
+        // The followers' keys are already in `ahead`, so this split prefetches the next leader's keys instead.
         op_.reduce(task.tile, split, next.tile, next_split, out, ahead);
         const auto compute = [&](const QueryTile& later, long later_split) {
             op_.reduce(small->tile, small->first, later, later_split, Partial(small->memory, op_.rows(small->tile)));

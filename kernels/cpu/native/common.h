@@ -51,7 +51,7 @@ struct Norm {
     bool zero_centered;
 };
 
-// Rows of activations [count, columns], and the norm that is applied to them first.
+// Rows of activations [count, columns], and the norm that is applied to the rows first.
 template <class T>
 struct Input {
     const T* data;
@@ -77,8 +77,9 @@ struct GateUpArgs {
     T* out;
 };
 
-// The experts of a router's logits [count, experts], by ascending id, and their gates, both [count, top_k].
-// `is_normed`: gates sum to 1 over the row's experts, instead of over all experts. `is_replayed`: `chosen` is an input.
+// The experts chosen by a router's logits [count, experts], in ascending order, and the gates. Experts and gates are
+// [count, top_k]. `is_normed`: gates sum to 1 over the row's experts, instead of over all experts. `is_replayed`:
+// `chosen` is an input.
 template <class T>
 struct RouteArgs {
     const T* logits;
@@ -182,8 +183,8 @@ struct ConvolveArgs {
     T* out;
 };
 
-// `qkv`: [rows, channels]. `a`, `b`: [rows, value_heads]. `decay`, `bias`: [value_heads]. `states`: [slots, value_heads,
-// key_dim, value_dim]. `out`: [rows, value_heads, value_dim].
+// `qkv`: [rows, channels]. `a`, `b`: [rows, value_heads]. `decay`, `bias`: [value_heads]. `states`: [slots,
+// value_heads, key_dim, value_dim]. `out`: [rows, value_heads, value_dim].
 template <class T>
 struct DeltaRuleArgs {
     const T *qkv, *b, *a, *decay, *bias;
@@ -206,8 +207,8 @@ struct DeltaNetArgs {
 };
 
 // The arguments of a layer's ops in order. Each op reads the results of the ops before it. A layer has either a delta
-// net or queries and attention, and either a mixture or an MLP. `after_mixer` and `after_mlp`: norms of outputs before
-// they are added to a residual.
+// net or queries and attention, and either a mixture or an MLP. `after_mixer` and `after_mlp`: norms of outputs,
+// applied before an output is added to a residual.
 template <class T>
 struct LayerArgs {
     bool has_delta_net, has_experts;
@@ -293,7 +294,7 @@ struct InstructionSet {
     const char* name;
     Ops<bf16> bfloat16;
     Ops<float> float32;
-    // The maximum of n float32 values and the sum of their exponentials relative to it.
+    // The maximum of n float32 values, and the sum of e^(value - maximum).
     void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
     void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
     void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
@@ -331,8 +332,8 @@ class Call {
     const unsigned float_mode_;
 };
 
-// Held during a call that may run concurrently with a `Call` of another thread. During a `Call`, such a concurrent call
-// uses only the calling thread. If no `Call` is held, the concurrent call uses the threads of the last `Call`.
+// Held during a call that may run concurrently with a `Call` of another thread. While a `Call` is held, a call of this
+// kind uses only the calling thread. If no `Call` is held, a call of this kind uses the threads of the last `Call`.
 class CallBeside {
   public:
     CallBeside();

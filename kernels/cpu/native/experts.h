@@ -114,7 +114,7 @@ class RoutedRows {
     }
 
   private:
-    // Copies the rows into sorted order and pads them with zeros to whole steps. Also pads the inner rows.
+    // Copies the rows into sorted order, padded with zeros to whole steps. Also pads the inner rows.
     void gather() const {
         const long K = args_.gate_up.columns;
         parallel(round_up(rows_.pairs(), NORM_ROWS) / NORM_ROWS, [&](long task) {
@@ -228,8 +228,8 @@ class RoutedRows {
     float* const sums_;
 };
 
-// Many rows are split into parts with this average number of rows per expert. The cost of reading an expert's weights
-// is then negligible.
+// Many rows are split into parts with this average number of rows per expert. With so many rows, the cost of reading an
+// expert's weights is negligible.
 constexpr long EXPERT_ROWS = 64;
 
 template <class T>
@@ -256,8 +256,8 @@ void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* score
     });
 }
 
-// All steps of a mixture, from the norm before it to the sum with the residual. `after`: the norm of the mixture's
-// output, if any.
+// All steps of a mixture, from the first norm to the sum with the residual. `after`: the norm of the mixture's output,
+// if any.
 template <class T>
 void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
     Input<T> x = {args.x.data, args.x.count, args.x.columns, {}};

@@ -1,6 +1,6 @@
 // A run of layers. A part of kernels.h.
 
-// Norms each head's output and multiplies it by the SiLU of its gate z.
+// Norms each head's output and multiplies the result by the SiLU of the gate z.
 template <class T>
 void norm_and_gate(const DeltaNetArgs<T>& args) {
     const long heads = args.delta_rule.value_heads, V = args.delta_rule.value_dim, count = args.inputs->x.count;

@@ -8,7 +8,7 @@ inline U exact_bf16(F x) {
     return select_nan(x, set1(0x7FC0u), nearest);
 }
 
-// If the CPU's own conversion instructions are used, they treat denormal numbers as zero.
+// The CPU's own conversion instructions, used on some instruction sets, treat denormal numbers as zero.
 #ifdef HAS_DOT_BF16
 inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }

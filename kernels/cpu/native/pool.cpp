@@ -19,8 +19,8 @@
 namespace trueroll {
 namespace {
 
-// 20 to 100 microseconds, depending on how long the CPU pauses. The time exceeds the pause between two ops of a model,
-// but is too short to be noticed.
+// 20 to 100 microseconds, depending on how long the CPU pauses. This spin time exceeds the pause between two ops of a
+// model, but is too short to be noticed.
 constexpr int SPINS = 2000;
 
 // The time that a caller stays awake while it waits for the other threads' last tasks. Waking a sleeping caller takes
@@ -95,7 +95,7 @@ class Pool {
             ticket = ticket_.load();
         }
         if (finished == 0) return;
-        // The caller first sets `caller_sleeps_`, then checks `finished_`. The opposite order here ensures that no
+        // The caller first sets `caller_sleeps_`, then checks `finished_`. This thread uses the opposite order, so no
         // wake-up is lost.
         finished_.fetch_add(finished);
         if (caller_sleeps_.load()) {
@@ -137,7 +137,7 @@ class Pool {
     std::atomic<bool> stopping_{false};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<int> sleepers_{0};
-    // The newest job's number in the upper half, and its number of unclaimed tasks in the lower half.
+    // The number of the newest job in the upper half, and the job's count of unclaimed tasks in the lower half.
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<long> finished_{0};
     void (*function_)(const void*, long) = nullptr;

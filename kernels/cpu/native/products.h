@@ -1,6 +1,7 @@
 // Matrix products. A part of kernels.h.
 //
-// Each element of a product has its own accumulator. The steps over K are added to it in order, for tiles of any shape.
+// Each element of a product has its own accumulator. For tiles of any shape, the accumulator adds the steps over K in
+// order.
 
 // The maximum number of steps of a packed matrix that are multiplied before the next block is read.
 constexpr long BLOCK = 128;
@@ -64,7 +65,8 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 // One product: c[m][16 * n + lane] (+)= the sum over the rounds and their steps of a[m] times b[round][n]. `stride`:
 // from one step of a panel to the next. `width`: panels in a round. The product also prefetches data for later: at each
 // step, the line at next[round][n] + next_offset + step * next_stride. `multiply` passes over the panels once for every
-// few rows. All passes share one table `next`, or each pass has its own, `next_table` entries after the previous one.
+// few rows. All passes share one table `next`, or each pass has its own table, `next_table` entries after the previous
+// pass's table.
 template <class T>
 struct Factors {
     const T* a;

@@ -111,7 +111,7 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
-// Norms rows [count, N] in place and adds the residual to them.
+// Norms rows [count, N] in place, then adds the residual.
 template <class T>
 void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T* rows) {
     parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
@@ -124,7 +124,7 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
-// The product with `o` or `down`. If a norm follows the product, it is applied before the residual is added.
+// The product with `o` or `down`. A norm that follows the product is applied before the residual is added.
 template <class T>
 void project_back(const LinearArgs<T>& args, const Norm<T>& norm) {
     if (norm.weight == nullptr) return linear(args);
@@ -168,8 +168,8 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. No two threads
-    // then write to the same line.
+    // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. Two threads
+    // therefore never write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;

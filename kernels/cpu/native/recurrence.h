@@ -91,9 +91,9 @@ void unit(const T* x, long n, double scale, float* out) {
     for (long i = 0; i < n; i += LANES) store(out + i, mul(load(x + i, n - i), factor));
 }
 
-// Columns of a state are independent. A task prepares `TOKENS` tokens together, and its columns stay in the first-level
-// cache while it processes these tokens. For a single token, a task reads and writes whole rows, in parts of
-// `ROW_PART`.
+// Columns of a state are independent. A task prepares `TOKENS` tokens together. The task's columns stay in the
+// first-level cache while it processes these tokens. For a single token, a task reads and writes whole rows, in parts
+// of `ROW_PART`.
 constexpr long COLUMNS = ACCUMULATORS >= 24 ? 4 : 2, TOKENS = 64, ROW_PART = ACCUMULATORS >= 24 ? 8 : 4;
 
 // Some tokens of one head, with queries and keys from `unit`: [tokens][2][stride].
@@ -127,7 +127,7 @@ void recur_columns(
             read[c] = fma(set1(tokens.key(0)[k]), s, read[c]);
         }
     for (long i = 0; i < tokens.count; ++i) {
-        // While the state is in registers, it decays for the next token and is read with the next token's key.
+        // The next token's decay and key are applied while the state is still in registers.
         const bool is_last = i + 1 == tokens.count;
         const float *query = tokens.query(i), *key = tokens.key(i), *next = tokens.key(is_last ? i : i + 1);
         const long row = tokens.first_row + i;
