@@ -1,4 +1,5 @@
-"""PEFT models: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
+"""Find the weights of a PEFT model that a LoRA adapter (Hu et al. 2022) changes, and the modules that are trained
+whole.
 
 A PEFT model changes weights in two ways. A weight with an adapter becomes `Backend.merge` of the weight, A and B, all
 three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active copy. This module
@@ -168,7 +169,7 @@ def current(module: Any) -> Any:
 
 
 def copies_of(module: Any) -> list[nn.Module]:
-    """Return all modules that `current` can return for this module."""
+    """Return every module that `current` may return for this module."""
     if _kind(module) != _WRAPPER:
         return [module]
     return [_read(module, "original_module"), *_read(module, "modules_to_save").values()]
@@ -236,8 +237,8 @@ def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 
 def _active(module: Any, among: Any) -> str | None:
-    """Return the enabled active adapter of a PEFT module in `among`, or None. Raise AlignmentError if several are
-    active.
+    """Return the name of a PEFT module's active adapter, out of the names `among`; None if adapters are disabled. Raise
+    AlignmentError if several are active.
     """
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:

@@ -1,8 +1,8 @@
 """The arguments of an aligned model's forward pass: which arguments are supported, ignored or refused.
 
-The module is an allow-list: an argument of transformers that is not listed is refused. `check_signature` checks the
-signature of the forward pass when a model is aligned. `check_call` checks each call. An aligned model therefore never
-silently ignores an argument that a new release of transformers adds.
+The module is an allow-list: aligned models refuse any argument of transformers that is not listed. `check_signature`
+checks the signature of the forward pass when a model is aligned. `check_call` checks each call. An aligned model
+therefore never silently ignores an argument that a new release of transformers adds.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpe
 _BLOCK_SIZE = 16
 # Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
-# Limit on the bytes of logits that a backward pass holds at once. A single row may exceed the limit.
+# Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
 _LOGITS_BYTES = 2**27
 
 
@@ -286,7 +286,9 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (expert, rows, columns) of the occurrences in `experts` [M, k] of each expert below `count` that occurs."""
+    """For each of the `count` experts that occurs in `experts` [M, k], yield (expert, rows, columns) of its
+    occurrences.
+    """
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
     for expert, found in enumerate(order.split(counts)):
@@ -511,8 +513,8 @@ def _recur(
 def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
     """Return the outputs of a delta rule that starts from zero states: [B, heads, T, V].
 
-    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs` (of the decays) and `rates` (of the changes) are [B,
-    heads, T]. Sequences are padded with zeros on the right.
+    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs`, the logarithms of the decays, and `rates`, the update
+    rates, are [B, heads, T]. Sequences are padded with zeros on the right.
     """
     state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):

@@ -51,7 +51,7 @@ Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of M tokens, each float32 [M, P], for the P rotated pairs of a head."""
 
 Memory: TypeAlias = tuple[Tensor, Tensor]
-"""The memory of one layer for all sequences. The contents depend on the kind of mixer.
+"""The memory of one layer for all sequences. The contents of the memory depend on the kind of mixer.
 
 Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. A delta net: the states, float32
 [slots, value_heads, key_head_dim, value_head_dim], and the tails [slots, kernel_size - 1, channels]. A tail holds the
@@ -61,7 +61,7 @@ last inputs of the convolution, oldest first.
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Which queries attend to which cached tokens, for a mixed batch of prompt chunks and decodes.
+    """The queries of a mixed batch of prompt chunks and decodes, and the cached tokens that each query attends to.
 
     Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). These rows are the last tokens of the
     sequence. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
@@ -80,7 +80,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Which states a step's sequences read and write, for a mixed batch as in `AttentionBatch`.
+    """The states that the sequences of a step read and write, for a mixed batch as in `AttentionBatch`.
 
     Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot of the state
     before the rows of sequence i, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
@@ -105,11 +105,11 @@ class StateBatch:
 
 
 class Pages(NamedTuple):
-    """Where a layer stores and finds the keys and values of a step's M tokens.
+    """The places of keys and values in the cache, for a step of M tokens.
 
-    `slots`: where the M tokens are stored, int64 [M], block * block_size + offset. `batch`: the location of all tokens
-    that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block table's entries
-    before the windows of all queries of a sequence are never read.
+    `slots`: the places that receive the M tokens, int64 [M], block * block_size + offset. `batch`: the location of all
+    tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block table's
+    entries before the windows of all queries of a sequence are never read.
     """
 
     slots: Tensor
@@ -121,8 +121,8 @@ class AttentionWeights:
     """The weights of an attention.
 
     `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: of q, k
-    and v, or None. `qk_norms`: of q and k, or None; each is [D], or [heads * D] and [kv_heads * D] if one norm covers
-    all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
+    and v, or None. `qk_norms`: the norms of q and k, or None. The norms are [D], or [heads * D] and [kv_heads * D] if
+    one norm covers all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
     """
 
     q: Weight
@@ -139,10 +139,10 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a. They have `channels`, `value_size`, value_heads and value_heads
-    rows of length H. If joined, `inputs` holds the matrices of (q, k, v, z) and (b, a). `convolution`: [channels, 1,
-    kernel_size], the weight of the oldest token first. `decay` (the logarithm of the decay rate) and `bias`:
-    [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. These matrices have `channels`, `value_size`, value_heads and
+    value_heads rows of length H. If joined, `inputs` holds the matrices of (q, k, v, z) and (b, a). `convolution`:
+    [channels, 1, kernel_size], the weight of the oldest token first. `decay` (the logarithm of the decay rate) and
+    `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -301,7 +301,7 @@ class Backend(Protocol):
     def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
         """Return an uninitialized matrix for the products below, in memory from `empty(*shape)`.
 
-        `empty` returns uninitialized tensors of one dtype on one device. Each begins at a multiple of 64 bytes.
+        `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
         """
         ...
 
@@ -399,9 +399,9 @@ class Backend(Protocol):
         """Apply each row's experts, as `route` returns them, to x [M, H]: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32. In float32, the bias is added to the product, and the sum is multiplied by the
-        gate. A row's experts are added by ascending id, then `shared` [M, H] is added, and the result is rounded once.
-        Does not read the weights of the router and of the shared expert.
+        row with `down` stays in float32. Adding the bias and multiplying by the gate are float32 operations too. A
+        row's experts are added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Does not
+        read the weights of the router and of the shared expert.
         """
         ...
 
@@ -506,7 +506,7 @@ class Backend(Protocol):
         states: StateBatch | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [M, H] after a run of layers, from x [M, H], which stays unchanged.
+        """Run layers on x [M, H] and return the hidden states [M, H]. x stays unchanged.
 
         `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
         pages. Without layers, the result is x itself. `states` and the batches of all pages describe the same
@@ -521,7 +521,7 @@ class Backend(Protocol):
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
-        The choice is `sample`, or the lowest id among the highest logits for greedy rows.
+        The choice is `sample`; for greedy rows, it is the highest logit with the lowest id.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Importance weights for a loss, and measures of how far trainer and rollout differ.
 
-The ratio of a token is r = p / q. `log_probs` is log p, of the policy in training. `sampled` is log q, of the policy
-that drew the token: older weights, or the same weights with different arithmetic. For tokens sampled with its current
-weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is exactly 1.
+The ratio of a token is r = p / q. `log_probs` is log p under the policy in training. `sampled` is log q under the
+policy that drew the token. That policy has older weights, or the same weights with different arithmetic. For tokens
+sampled with its current weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is
+exactly 1.
 
 All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
 either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
@@ -12,11 +13,11 @@ depend only on its own tokens. Padding and packing do not change the bits of rat
 
 `level` says which ratio a token gets:
 
-- `token`: the token's own ratio. Biased, since the ratios of earlier tokens are ignored.
-- `sequence`: the product of the ratios in the token's sequence. Unbiased if no ratio is truncated or masked. The
-  variance grows with the length of the sequence.
+- `token`: the token's own ratio. The weight is biased, since the ratios of earlier tokens are ignored.
+- `sequence`: the product of the ratios in the token's sequence. The weight is unbiased if no ratio is truncated or
+  masked. The variance grows with the length of the sequence.
 - `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence
-  Policy Optimization", arXiv 2507.18071). Comparable across short and long sequences. Biased.
+  Policy Optimization", arXiv 2507.18071). The ratio is comparable across short and long sequences, but biased.
 
 No gradient flows through any returned value: a weight is a constant of the loss. The gradient of the loss comes from
 the `log_probs` that the weight multiplies.
@@ -42,13 +43,13 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Diagnostics(NamedTuple):
-    """How far trainer and rollout differ on given tokens. If trainer and rollout agree, `largest_ratio` is 1.0 and all
-    other values are 0.0.
+    """Measures of how far trainer and rollout differ on given tokens. If trainer and rollout agree, `largest_ratio` is
+    1.0 and all other values are 0.0.
 
     `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
     "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
     = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but one
-    large ratio dominates it. `perplexity_gap`: the trainer's perplexity of the tokens minus the rollout's.
+    large ratio dominates it. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of the tokens.
     `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest ratio. If a ratio
     exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
     """

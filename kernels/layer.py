@@ -167,8 +167,8 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` is 1, as backends require that compute `Backend.project_back` in one piece
-    only.
+    """Raise ConfigError unless `pieces` is 1. Used by backends without support for several pieces in
+    `Backend.project_back`.
     """
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")

@@ -19,7 +19,7 @@ def is_decoder(model: Any) -> bool:
 
 def is_aligned(module: Any) -> bool:
     """Return whether `training.align` replaced this module's forward pass."""
-    return "_aligned" in vars(module)  # hasattr would also ask a module inside a wrapper
+    return "_aligned" in vars(module)  # hasattr would also look in the module inside a wrapper
 
 
 def describe_plain(model: Any) -> DecoderSpec:

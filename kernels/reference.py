@@ -3,9 +3,9 @@
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums into
 pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of every
-sequence at a time. A sum in a recurrence adds halves elementwise (`_sum`). Only elementwise functions with equal bits
-in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded arithmetic, but not
-silu or sigmoid.
+sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions with
+equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded arithmetic,
+but not silu or sigmoid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
 
 Without an aligned model, one different choice of a router changes a log-prob more than all rounding differences
-together. Replaying the rollout's choices (Ma et al. 2025) leaves only the rounding. For an aligned model, pass the
-choices to `training.token_log_probs` instead.
+together. Replaying the rollout's choices (Ma et al. 2025) leaves only the rounding differences. For an aligned model,
+pass the choices to `training.token_log_probs` instead.
 """
 
 from __future__ import annotations

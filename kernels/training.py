@@ -1,4 +1,5 @@
-"""The trainer's side: transformers models that compute with the ops of a rollout, and their log-probs of given tokens.
+"""The trainer's side: make transformers models compute with the ops of a rollout, and compute log-probs of given
+tokens.
 
 `align` replaces the forward passes of a model of one of the `families`. `align` also replaces the forward passes of the
 decoder, embedding, layers, last norm and head inside the model. Parameters, names and checkpoints stay unchanged.
@@ -78,7 +79,9 @@ head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module holds besides its own parameters. `index`: the number of a layer, or -1."""
+    """What an aligned module holds besides its own parameters. `index`: the number of the layer, or -1 for other
+    modules.
+    """
 
     backend: str
     spec: DecoderSpec
@@ -143,7 +146,7 @@ def unalign(model: Any) -> None:
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
     for module in aligned:
         del module._aligned
-        if plain_class(type(module)) is type(module):  # otherwise fully_shard put another class before ours
+        if plain_class(type(module)) is type(module):  # otherwise fully_shard put its class before the aligned one
             module.__class__ = type(module).__bases__[0]
 
 

@@ -1,8 +1,8 @@
 """The wrappers that trainers put around a transformers model or its weights, and the subset that is supported.
 
-A wrapper is supported if a call of the module runs all of the wrapper's work. Some wrappers are modules around another
-module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a module
-in place and gathers the module's weights before each call.
+A wrapper is supported if all of the wrapper's work runs when the module is called. Some wrappers are modules around
+another module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a
+module in place and gathers the module's weights before each call.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class PackedWeight:
         rows, columns = self.shape
         pair, row = _PAIR[self.dtype], torch.arange(rows)
         # `starts`: the offset of each row's first element; `distances`: the offset of each column from the first
-        # element. A panel stores `pair` columns of each row side by side.
+        # element. In a panel, `pair` columns of a row are adjacent.
         starts = row // PANEL_ROWS * (PANEL_ROWS * self.data.shape[1]) + row % PANEL_ROWS * pair
         column = torch.arange(columns)
         distances = column // pair * (PANEL_ROWS * pair) + column % pair

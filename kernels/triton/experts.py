@@ -12,7 +12,7 @@ gates and stored pair by pair in float32. A last kernel adds the products of a r
 adds floats atomically.
 
 Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
-router's product, the shared expert, or how K is summed (products.py).
+router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def experts(
     Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)  # keeps each part aligned to 16 bytes
+    # A multiple of 16 rows keeps each part aligned to 16 bytes.
+    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
     for start in range(0, len(x), most):
         part = slice(start, start + most)
         others = None if shared is None else shared[part]

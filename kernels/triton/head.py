@@ -6,8 +6,9 @@ Does not own the product that computes the logits (products.py).
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
 each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
-NaN logit makes the sum NaN. Every log-prob of the row is then NaN. `token_statistics` reuses the folded sums, because a
-separate kernel with a different number of warps would add in a different order. No op reads a value on the host.
+NaN logit makes the sum NaN. With a sum of NaN, every log-prob of the row is NaN. `token_statistics` reuses the folded
+sums, because a separate kernel with a different number of warps would add in a different order. No op reads a value on
+the host.
 """
 
 from __future__ import annotations

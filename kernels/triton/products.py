@@ -1,4 +1,4 @@
-"""Products of tokens with weights, with bits that do not depend on the number of tokens.
+"""Products of tokens with weights. The bits of a product do not depend on the number of tokens.
 
 An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
 pieces that K is cut into (split-K, `k_splits`). One chain of matrix instructions of 16 columns each sums a piece from
@@ -140,8 +140,8 @@ def project_back(
     *,
     full_rows: int | None = None,
 ) -> Tensor:
-    """Return linear(x, weight, bias), plus residual [M, N] if given: [M, N]. Rounded before and after the residual is
-    added.
+    """Return linear(x, weight, bias), plus residual [M, N] if given: [M, N]. The product is rounded before the residual
+    is added, and the sum is rounded again.
 
     Raise ConfigError unless `pieces`, as in `Backend.project_back`, is 1. `k_splits` cuts K independently of `pieces`.
     """

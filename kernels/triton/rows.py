@@ -211,7 +211,7 @@ def _fold_head(
 def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     """Divide halves by the root mean square of the row, round to the weight's dtype, and multiply by the weight.
 
-    If `ZERO_CENTERED`, the quotient is not rounded, and is multiplied by 1 + the weight.
+    If `ZERO_CENTERED`, multiply the unrounded quotient by 1 + the weight.
     """
     squares = sum_in_pairs(x[0] * x[0] + x[1] * x[1])
     scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)

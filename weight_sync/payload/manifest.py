@@ -169,9 +169,7 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. This is slow if the data can have many
-    errors.
-    """
+    """Return the location and message of the first validation error, shortened. Slow for data with many errors."""
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 
@@ -263,8 +261,8 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters with a different dtype. `parts`: parts that may come
-    instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters that differ from `dtype`. `parts`: parts that may
+    come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
     """
 
     @property
@@ -305,13 +303,13 @@ def spellings_of(wanted: Parameters) -> Spellings:
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return `Parameters.dtypes` under every name of these parameters and their parts."""
+    """Return the own dtypes of parameters (`Parameters.dtypes`), by the names of the parameters and of their parts."""
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:
-    """Return an error text for a name that is not a parameter, with what to do."""
+    """Return an error text for a name that is not a parameter, with advice."""
     if name in wanted.tied:
         return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send only that tensor"
     if name in wanted.ignored:

@@ -29,7 +29,7 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. Any other push in progress is ended.
+    """Call that begins a push of weights. A push that is still in progress is ended first.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
@@ -96,7 +96,7 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. For an unknown push, this is a no-op. A committed push stays committed, as the reply
+    """Call that aborts a push. Aborting an unknown push is a no-op. A committed push stays committed, as the reply
     shows.
     """
 
@@ -143,9 +143,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state`, `weight_version`: state and version of the worker. `pause_seconds`: how long the commit kept the engine
-    from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push with
-    `lends`.
+    `state`, `weight_version`: state and version of the worker. `pause_seconds`: the time for which the commit kept the
+    engine from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push
+    with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"

@@ -50,8 +50,8 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have a different
-    dtype, by name. `entries`: the tensors in the order of their bytes.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must not
+    have `dtype`. `entries`: the tensors in the order of their bytes.
 
     Raise PushError, which names `path`, if the file is not a whole safetensors file with tensors of these dtypes. Also
     raise PushError if the header has more than `max_header_bytes`.

@@ -69,7 +69,7 @@ Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
 """Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets cost more than the
-additional messages of smaller buckets. A broadcast costs less per byte if buckets are larger.
+extra messages of small buckets. A broadcast costs less per byte with larger buckets.
 """
 GPU_BUCKET_BYTES = 64 * 2**20
 """Size of buckets in GPU memory. Two buckets exist at a time, and each bucket costs a round of messages."""
@@ -90,7 +90,7 @@ class Cut:
 
 
 class Packer:
-    """Packs objects one after the other. Stores only where the last object ends."""
+    """Packs objects one after the other. The only state is the end of the last object."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes

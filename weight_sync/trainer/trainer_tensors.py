@@ -82,7 +82,7 @@ class TrainerTensors:
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Return whether this process only takes part in gathers.
 
-        True on each rank except 0 if the tensors are sharded or the rank has no workers.
+        The result is True on ranks other than 0, if the tensors are sharded or the rank has no workers.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -135,7 +135,7 @@ class TrainerTensors:
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside its wrappers. The tensors of this module have Hugging Face names."""
+    """Return the module inside its wrappers. The tensors of the inner module have Hugging Face names."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
@@ -245,8 +245,8 @@ class PushResult:
 
     `num_bytes`: bytes sent to each worker. `seconds`: duration of each phase. `pause_seconds`: the longest time for
     which the commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent.
-    `left_out`: addresses of lost workers, which the push continued without. Ranks other than 0 get at most `MOST_TOLD`
-    addresses.
+    `left_out`: addresses of workers that were lost; the push continued without these workers. Ranks other than 0 get at
+    most `MOST_TOLD` addresses.
     """
 
     version: int

@@ -161,7 +161,7 @@ class Transaction:
             replies = self._verify(self._receivers, self._num_buckets)
             if self._borrowers:
                 self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
-                self._verify(self._receivers, self._num_buckets)  # check again that no worker has failed
+                self._verify(self._receivers, self._num_buckets)  # also checks that no worker has failed since
 
     def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
         borrowers, calls = self._workers.at(self._borrowers), []

@@ -9,9 +9,9 @@ each wait for a bucket ends within the timeout. If a member dies, its peers get 
 the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may also keep a thread and connections. In addition, a wait for a bucket may
-remain until its timeout, and a thread that joins the group may remain. A joining thread has no time limit. The thread
-ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
+broadcast times out. A worker with NCCL may also keep a thread and connections. Such a worker may also keep a wait for a
+bucket until the timeout, and a thread that joins the group. A joining thread has no time limit. A joining thread ends
+when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
 exist, pushes through NCCL are refused.
 """
 
@@ -47,7 +47,7 @@ class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
     `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
-    all workers have joined. Raise ConfigError if `host` is not an address to listen at.
+    all workers have joined. Raise ConfigError if `host` is not an address of this machine.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
 Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The driver
-allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, the memory would
-leak if a worker dies. Received data would also determine the place in the file that a worker writes to. A worker passes
-a received handle only to the driver, and checks the size of the opened memory.
+allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, the death of a
+worker would leak the memory. Received data would also determine the place in the file that a worker writes to. A worker
+passes a received handle only to the driver, and checks the size of the opened memory.
 
-Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped. The
-driver is relied on to keep the pages until the last mapping is closed, although NVIDIA does not promise this. Trainer
+Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
+trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer
 and workers run on one machine, with the same GPU.
 """
 

@@ -1,9 +1,9 @@
 """Pushes through folders. A restarted worker can load the current weights from the folder of a push.
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
-without this suffix is therefore complete. The folder holds a manifest with checksums, and one safetensors file with the
-tensors. The file has the name that Hugging Face libraries look for. Only one publisher may use a parent folder at a
-time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
+without the suffix `.tmp` is therefore complete. The folder holds a manifest with checksums, and one safetensors file
+with the tensors. The file has the name that Hugging Face libraries look for. Only one publisher may use a parent folder
+at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _MOST_TENSORS = 2**17
 model.
 """
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Modes of the folder of a push and of its files. Whatever the umask is, only the owner may write. A worker refuses a
-folder of its own user that other users can write.
+"""Modes of the folder of a push and of its files. Only the owner may write folder and files, whatever the umask is. A
+worker refuses a folder of its own user that other users can write.
 """
 PRIVATE = 0o700
 """Mode of a parent folder that is created here. An existing parent folder keeps its mode, which determines the users
@@ -72,7 +72,7 @@ class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
     `shapes`: shapes of the tensors. Tensors may come in any order and in pieces, and may be missing. `dtypes`: dtypes
-    of the tensors that do not have `dtype`. Raise PushError if the folder cannot be written.
+    of the tensors that differ from `dtype`. Raise PushError if the folder cannot be written.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FolderReader:
     """The worker's side.
 
     `num_tensors`: largest number of tensors for which manifest and header may have room. `dtypes`: dtypes of the
-    tensors that do not have `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder holds
+    tensors that differ from `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder holds
     another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
@@ -203,7 +203,7 @@ class FolderReader:
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
         """Yield each tensor whole, as a bucket of one piece, with a function that reads its bytes.
 
-        The iterator and the function raise PushError if the data is wrong. Only the function allocates memory.
+        The iterator and the function raise PushError if the folder's data is wrong. Only the function allocates memory.
         """
         for entry in self._tensors.entries:
             yield self._bucket(entry), partial(self._tensors.read, entry)
@@ -269,7 +269,7 @@ def _manifest_fields(text: bytes) -> dict[str, Any]:
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove all pushes beside the folder `kept`, except `base`, and the remains of unfinished pushes.
+    """Remove unfinished pushes and all other pushes from the parent of the folder `kept`, except `base`.
 
     `base`: the folder with the weights that the adapters in `kept` are added to.
     """

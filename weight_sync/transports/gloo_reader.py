@@ -154,7 +154,11 @@ class GlooReader:
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:
             message = self._channel.recv(MAX_MESSAGE_BYTES)
-        except (TimeoutError, BlockingIOError, ConnectionResetError):  # a reset comes before the last messages
+        except (
+            TimeoutError,
+            BlockingIOError,
+            ConnectionResetError,
+        ):  # a reset is reported before the last messages
             return None
         return json.loads(message) if message else {}
 

@@ -1,4 +1,4 @@
-"""The GPU of a device, and how a push reaches workers on GPUs.
+"""Identify the GPU of a device, and choose how a push reaches workers on GPUs.
 
 Owns the choice between buckets in host memory and buckets in GPU memory.
 """

@@ -148,7 +148,7 @@ Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
 }
 
-// The changes to attention scores, and the additional score of each head. `window` and `soft_cap`: 0 for none.
+// The window, cap and sinks of attention scores. `window` and `soft_cap`: 0 for none.
 struct Scoring {
     float scale;
     long window;

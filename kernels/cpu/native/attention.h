@@ -96,7 +96,8 @@ class Attention {
     long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
-    // Rows of scores become weights two panels at a time. Pairs of panels begin at multiples of this number of keys.
+    // Scores are converted to weights two panels at a time. A pair of panels begins at a multiple of this number of
+    // keys.
     static constexpr long TWO_PANELS = 2 * LANES;
 
     // Adds the panels that a split of a tile reads to `ahead`, which must have enough room. A no-op unless a block is
@@ -171,7 +172,7 @@ class Attention {
                 F total = set1(state.totals[row]), kept = set1(1.0f);
                 if (args_.sinks != nullptr)
                     fold_sink(set1(state.peaks[row]), widened(args_.sinks[tile.kv_head * group_ + i]), total, kept);
-                // The sign of a zero may depend on the tile's other queries. Adding 0 makes the zero positive.
+                // The sign of a zero may depend on the tile's other queries. Adding 0 makes a negative zero positive.
                 for (long j = 0; j < dim_; j += LANES)
                     store(out + j, div(add(mul(load(state.out + row * dim_ + j), kept), set1(0.0f)), total));
             }
@@ -185,7 +186,7 @@ class Attention {
         total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
-    // Pointers to the 16-token panels of a split, for `count` tokens from `start` on. A pointer leads into the cache,
+    // Pointers to the 16-token panels of a split, for `count` tokens from `start` on. A pointer points into the cache,
     // or into a copy if the cache does not store the panel contiguously. The values of the first `unseen` tokens, which
     // no query of the tile sees, are zeros.
     struct Split {
@@ -386,10 +387,10 @@ struct AttentionTask {
 // Cuts a batch into tasks. A sequence with more queries than fit in one tile is cut into tiles. For every other
 // sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences may share a
 // task for a split, which then reads the split once. The sequences must have equally many queries, and all their
-// queries must see the whole split. The sequences must also have the same blocks from the first shared split to the end
-// of this split. The splits that sequences share from split 0 on become a single task with a single part to fold. A
-// joined task must have many rows (`is_large`). The number of joined tasks must be at least four for each thread, or
-// divide evenly among the threads.
+// queries must see the whole split. The blocks of the sequences must also be the same from the first shared split to
+// the end of the current split. The splits that sequences share from split 0 on become a single task with a single part
+// to fold. A joined task must have many rows (`is_large`). The number of joined tasks must be at least four for each
+// thread, or divide evenly among the threads.
 template <class T>
 class AttentionPlan {
   public:

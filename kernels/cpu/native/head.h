@@ -45,7 +45,8 @@ struct LogSumExp {
         peak = top;
     }
 
-    // `weighted` for a peak that is lower by `distance`. The value is arbitrary if the exponential of `distance` is 0.
+    // Converts `weighted` to a peak that is lower by `distance`. The result is arbitrary if the exponential of
+    // `distance` is 0.
     float moved(float distance) const { return weighted + (distance < LEAST ? LEAST : distance) * total; }
 
     float entropy() const {
@@ -112,7 +113,7 @@ struct Highest {
     float* values;
     int64_t* ids;
     long count = 0;
-    float bound = NAN;  // values up to this bound are rejected; NaN while -inf may still be accepted
+    float bound = NAN;  // values up to this bound are rejected; NaN as long as even -inf is accepted
     bool is_held = false;
 
     // Offers the ids [first, first + n). `most` is their highest value.

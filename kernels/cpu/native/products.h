@@ -152,7 +152,8 @@ void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
-// The maximum number of rows that `multiply` processes in one pass over its panels. A last odd row may be added.
+// The maximum number of rows that `multiply` processes in one pass over its panels. The last pass may include one more
+// row.
 template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 

@@ -66,7 +66,7 @@ void for_tiles(long count, long groups, const Body& body) {
 }
 
 // With few rows, threads wait for memory, so fewer and longer tasks are better. With many rows, tasks should divide
-// evenly.
+// evenly among the threads.
 inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
 
 // The distance from a panel to the panel that the same thread will most likely read next, for tasks of `width` panels.
