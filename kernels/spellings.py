@@ -1,7 +1,7 @@
 """The names of experts' matrices in checkpoints and pushes: stacked in one tensor, or split into parts.
 
-A model has these matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts of an
-expert are tensors [rows, C] that concatenate along rows to the expert's matrix. Imports no torch.
+A model holds experts' matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts
+of an expert are tensors [rows, C] that concatenate along rows to the expert's matrix. Imports no torch.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def align(model: Any, backend: str = "auto") -> None:
     DistributedDataParallel may wrap the model before or after `align`; accelerate only after `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
-    pass with an unknown argument. A later release of transformers may add such an argument. Raise ConfigError for a
+    pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
     backend that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does
     not support.
     """
@@ -216,7 +216,7 @@ def token_log_probs(
     or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
     with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
     for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
-    which tokens get their log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
+    the tokens that get a log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
     Mixed precision follows the wrapper and the autocast around this call.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,

@@ -20,10 +20,10 @@ A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
 programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a product
 takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as reading
-the weights from L2, so up to 128 tokens form one tile. Weights of 8192 rows have enough tiles for all SMs. Smaller
-weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more. Each piece has
-its own program if this saves more time than storing and folding the parts takes. A program that sums all pieces needs a
-second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
+the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough tiles to occupy all
+SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more.
+Each piece has its own program if this saves more time than storing and folding the parts takes. A program that sums all
+pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
 """
 
 from __future__ import annotations
@@ -603,8 +603,8 @@ def _parts_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. The products lie side by side in
-    parts.
+    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. In the parts, the products of a, b
+    and c lie side by side.
     """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()

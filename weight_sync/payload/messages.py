@@ -29,7 +29,7 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. A push that is still in progress is ended first.
+    """Call that begins a push of weights. This call ends a push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
@@ -65,7 +65,9 @@ class BeginPush(Message):
 
 
 class StageBucket(Message):
-    """Call that announces a bucket. A success means that the bytes are correct and copied, so the slot is free."""
+    """Call that announces a bucket. A successful reply means that the bytes are correct and copied, and that the slot
+    is free.
+    """
 
     type: Literal["stage_bucket"] = "stage_bucket"
     id: Id

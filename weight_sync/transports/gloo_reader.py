@@ -136,7 +136,8 @@ class GlooReader:
         self._wait("join", group, deadline, f"no answer for {join_timeout:g} s")
 
     def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
-        """Wait until the receiving process has done the step. Raise PushError with `trouble` if the step fails.
+        """Wait until the receiving process has done the step. Raise PushError if the step fails. `trouble`: the text of
+        the error.
 
         `silence`: the reason if the process does not answer before the deadline.
         """

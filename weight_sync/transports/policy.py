@@ -29,7 +29,7 @@ class PushPolicy:
     folders and files that belong to the worker's user and that no other user can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
-    or names. Names are compared, not looked up.
+    or names. Names are compared as text, without a DNS lookup.
     """
 
     folder: str | None = None
@@ -38,7 +38,7 @@ class PushPolicy:
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
         """Open the regular files `names` in the folder of a push for reading. The caller closes them.
 
-        Never waits for the other end of a pipe. Raise PushError if the worker may not read the files. The error has the
+        Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
         same text for every cause, so that a client cannot probe which files exist. The log has the cause.
         """
         try:
@@ -73,9 +73,7 @@ class PushPolicy:
             ) from None
 
     def check_host(self, host: str) -> None:
-        """Raise PushError unless a push may make the worker connect to `host`, an IP or a name. Does not look up
-        names.
-        """
+        """Raise PushError unless a worker may connect to `host`, an IP or a name, for a push. Does no DNS lookup."""
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(

@@ -88,7 +88,7 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    """Create the memory and lock its file. The mapping keeps the file open, and an open file keeps the lock."""
+    """Create the memory and lock its file. The file stays open and locked as long as it is mapped."""
     file = _create_locked(_FOLDER / name)
     try:
         os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process
@@ -112,7 +112,7 @@ def _create_locked(path: Path) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Remove the memory of trainers that were killed."""
+    """Remove shared memory that killed trainers have left behind."""
     for entry in os.scandir(_FOLDER):
         if entry.name.startswith(_PREFIX):
             with suppress(OSError):  # the file belongs to another user, or another trainer was faster

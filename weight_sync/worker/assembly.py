@@ -33,7 +33,7 @@ from ..payload.manifest import (
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
 FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
-"""The expected values, and the values found instead."""
+"""Words for an error: the expected values, and the values found instead."""
 
 
 class Writable(Protocol):
@@ -170,7 +170,8 @@ class Assembly:
             raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Raise PushError unless the bytes of a checked bucket with a word sum are correct. Writes nothing.
+        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if they are corrupt.
+        Writes nothing.
 
         Synchronizes the GPU once, and once more if values must be finite.
         """

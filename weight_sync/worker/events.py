@@ -25,7 +25,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. Nothing is written before `Receiver.proceed`."""
+    """The source of a push in place is open. The receiver writes nothing before `Receiver.proceed`."""
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ class Writing:
 
 
 class Intake:
-    """Reads buckets with `reader` and adds their pieces to `assembly`. Each piece is written only while `writing`
-    permits.
+    """Reads buckets with `reader`, and adds the buckets' pieces to `assembly`. Each piece is written only while
+    `writing` permits.
 
     `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
@@ -183,8 +183,7 @@ class Intake:
             yield from self.stage(early)
 
     def finish(self, num_buckets: int) -> None:
-        """Add the buckets of a folder, which come without calls. Raise PushError if the push is incomplete
-        afterwards.
+        """Add the buckets of a folder, which come without calls. Raise PushError if the push is still incomplete.
 
         `num_buckets`: number of buckets that the trainer has announced.
         """
@@ -225,18 +224,17 @@ class Intake:
 
 
 TRAINER_FIRST = 1.0
-"""Extra seconds that a worker waits for the group to form, beyond the trainer's limit. If a worker is silent, the
-trainer gives up first, and the trainer's error names the silent worker. The other workers cannot tell which worker is
-silent.
+"""Seconds that a worker waits for the group beyond the trainer's limit. If a worker is silent, the trainer gives up
+first, and the trainer's error names the silent worker. The other workers cannot tell which worker is silent.
 """
 
 
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `publish`: called on this thread with each event. `progress` may be read at any time. `staging` may be read once the
-    push is verified. After verification, do not call `take` again: the worker takes the staging for the commit, and
-    calls `close`.
+    `publish`: called on the receiver's thread with each event. `progress` may be read at any time. `staging` may be
+    read once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
+    commit, and calls `close`.
     """
 
     def __init__(
@@ -266,7 +264,8 @@ class Receiver(threading.Thread):
         self._writing.allow_overwriting()
 
     def close(self) -> None:
-        """End soon, and free all resources. Waits only until the current write of a piece or merge of a weight is done.
+        """Make the thread end soon and free all resources. Waits at most for the piece or weight that is being
+        written.
 
         The receiver does not write after `close` has returned. An event in flight may still arrive.
         """
@@ -319,7 +318,7 @@ class Receiver(threading.Thread):
             if begin.adapters is not None:
                 merge_adapters(staging, begin.reject_nonfinite, self._writing.guarded)
             self._advance("verified", 0)
-            reader.close()  # before the trainer frees the source
+            reader.close()  # must happen before the trainer frees the source
             self._answer(verify.id, "verified", None if lendable is None else self._lend(lendable))
             self._repeat(verify)
         finally:
@@ -353,8 +352,7 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: lends needs a push of whole tensors, without in_place, to a worker that has a kin; push "
-                "without lends"
+                "begin_push: lends requires whole tensors, no in_place, and a worker with a kin; push without lends"
             )
         return self._weights.new_lendable()
 
@@ -364,12 +362,12 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only the location of the weights must still be checked."""
+        """Map weights that another worker has verified. Only their location needs a check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
-                "lent: the source needs a push of whole tensors, without in_place or lends, from a worker of the same "
-                "kin; push without lent memory"
+                "lent: lent memory requires whole tensors, no in_place, no lends, and a lender of the same kin; push "
+                "without lent memory"
             )
         try:
             self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))

@@ -320,8 +320,8 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// A guard that is held during a call into the library. One call is allowed at a time. The call runs on `threads`
-// threads, with the default float mode.
+// A guard that is held during a call into the library. It allows only one such call at a time. The call runs on
+// `threads` threads, with the default float mode.
 class Call {
   public:
     explicit Call(long threads);

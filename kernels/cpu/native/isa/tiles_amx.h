@@ -83,7 +83,7 @@ inline void multiply_tiles(
             if (part.next_table > 0)
                 part.next += row / PASS_ROWS<bf16> * part.next_table;
             else if (row > 0)
-                part.next = part.b, part.next_stride = part.stride;  // the first pass has already prefetched it
+                part.next = part.b, part.next_stride = part.stride;  // the first pass has prefetched the data
             block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }
