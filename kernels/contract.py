@@ -107,9 +107,9 @@ class StateBatch:
 class Pages(NamedTuple):
     """The places of keys and values in the cache, for a step of M tokens.
 
-    `slots`: the places that receive the M tokens, int64 [M], block * block_size + offset. `batch`: the location of all
-    tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block table's
-    entries before the windows of all queries of a sequence are never read.
+    `slots`: int64 [M], the place of each token's key and value: block * block_size + offset. `batch`: the location of
+    all tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block
+    table's entries before the windows of all queries of a sequence are never read.
     """
 
     slots: Tensor

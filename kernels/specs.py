@@ -270,7 +270,7 @@ class DecoderSpec:
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:
-        """The experts of the layers that have experts."""
+        """The experts of all layers with experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property

@@ -119,7 +119,7 @@ class Weights(Message):
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
       of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
-    - `tied`: names that are copies of a parameter, with the name of that parameter. `ignored`: further names that may
+    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: further names that may
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.

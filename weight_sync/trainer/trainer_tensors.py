@@ -265,7 +265,7 @@ def push_on_all_ranks(
     """Run `push`, and return or raise its result on every rank of the trainer. Return None if no worker needed the
     push.
 
-    A rank other than 0 only takes part in gathers if the tensors are sharded or the rank has no workers.
+    If tensors are sharded, or a rank has no workers, a rank other than 0 takes part in gathers but does not push.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

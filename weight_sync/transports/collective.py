@@ -112,7 +112,7 @@ class GroupSlots:
 
 
 class NcclReader:
-    """The worker's side with NCCL, which joins the group.
+    """The worker's side with NCCL: joins the group and receives the buckets.
 
     `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets. Raise PushError if the join
     fails or takes more than `join_timeout` seconds, or once `is_closed` returns True.
