@@ -128,7 +128,7 @@ class GlooReader:
         self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
         starting = "cannot start the receiving process"
-        self._wait("start", starting, deadline, "the start exceeds the timeout; it goes on, and helps the next push")
+        self._wait("start", starting, deadline, "the start exceeds the timeout; it will be ready for the next push")
         store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
         place = f"{source.host}:{source.port}"
         self._wait("connect", f"cannot reach the store at {place}", store_deadline, "no answer")
