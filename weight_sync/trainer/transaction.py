@@ -216,7 +216,9 @@ class Transaction:
 
 
 def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
-    """Return the common type of the errors if that type tells a trainer what to push instead, else PushError."""
+    """Return the type that all errors share, if that type tells a trainer what to push instead. Otherwise return
+    PushError.
+    """
     kinds = {type(error) for error in errors}
     return next((kind for kind in (VersionGapError, OtherBaseError) if kinds == {kind}), PushError)
 

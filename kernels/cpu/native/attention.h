@@ -374,9 +374,9 @@ class Attention {
 
 constexpr long QUERY_ROWS = 48;
 
-// Splits [first, end) of the keys for one tile, folded from left to right. `memory`: the memory for the result, a
-// Partial. Null for a task with all keys, which stores the attention's output instead. `place`: the number of splits in
-// the large tasks before this task.
+// A task: splits [first, end) of the keys for one tile, folded from left to right. `memory`: the memory for the result,
+// a Partial. Null for a task with all keys, which stores the attention's output instead. `place`: the number of splits
+// in the large tasks before this task.
 struct AttentionTask {
     QueryTile tile;
     long first, end;
@@ -500,8 +500,8 @@ class AttentionPlan {
 // Runs the tasks of a batch: first `large` ones, then `small` ones, which are single splits of few rows. A large task
 // computes much and reads little; a small task computes little and reads much. Up to MOST_FOLLOWERS small tasks
 // therefore follow each split of a large task on the same thread. The thread prefetches keys and values of these
-// followers while it computes the split. At least an eighth of the small tasks, rounded down, are no followers and run
-// last, so that the threads finish close together.
+// followers while it computes the split. At least an eighth of the small tasks, rounded down, do not follow a large
+// task. These tasks run last, so that the threads finish close together.
 template <class T>
 class AttentionRun {
   public:

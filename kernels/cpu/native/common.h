@@ -141,7 +141,7 @@ struct QkvArgs {
     long pairs;                    // rotated pairs of a head; the rest of the head stays unchanged
     const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
-    T *q, *gates;  // `gates`: null, or for the gate values after each head's query
+    T *q, *gates;  // `gates`: null, or memory for the gate values after each head's query
     long stride;   // from one head to the next, of q and of gates
     Caches<T> caches;
 
