@@ -1,4 +1,4 @@
-"""The loader: from a model's name to weights in memory. Finds the folder, reads its settings, copies its tensors.
+"""The loader: from a model folder to weights in memory. Reads the settings of the folder and copies its tensors.
 
 Owns nothing that lasts: files are closed when a function returns. Knows no architecture: the caller names the tensors
 that it needs and their destinations. Promises: the whole checkpoint is checked before the first tensor is copied.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from trueroll.errors import ModelError, brief, said
@@ -27,10 +24,9 @@ from trueroll.errors import ModelError, brief, said
 from ...kernels.contract import Weight
 from ...kernels.spellings import Parts, Shape, Spellings
 from ...kernels.stacks import Stack
-from .files import check_file, local_path, read_json
+from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .mxfp4 import dequantize, packed_shapes
-from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
 """The limit for all headers of a checkpoint together, and for its index. 100,000 tensors need 12 MB. A decoder has a
@@ -38,14 +34,11 @@ few thousand tensors, or tens of thousands if its experts are stored one by one.
 """
 MAX_FILES = 1024
 """The limit for the number of files of a checkpoint. With 5 GB each, they hold 5 TB."""
-HUB = "hf://"
-_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PACKED = "U8"
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 200
-_DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 class _Found(NamedTuple):
@@ -111,43 +104,6 @@ class _Wanted(NamedTuple):
             if there and there[0] is forms[1]:
                 wanted.missing[name] = spellings.count(name) - len(forms[1])
         return wanted
-
-
-def resolve_model(name: str) -> Path:
-    """Return the folder of a model.
-
-    `name`: `smollm2`; or `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub, which is
-    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if there is no such folder, or
-    if the download fails.
-    """
-    if name == "smollm2":
-        return smollm2_folder()
-    if name.startswith(HUB):
-        return _download(name)
-    if (path := local_path(name)) is not None and path.is_dir():
-        return path
-    found = "there is no such folder" if path is None else "this is a file"
-    hint = f"; a model of the Hugging Face hub is written {HUB}{name}" if path is None and _ON_HUB.match(name) else ""
-    raise ModelError(f"{name}: a model is a folder in Hugging Face format, but {found}; check the path{hint}")
-
-
-def _download(name: str) -> Path:
-    repository, at, revision = name.removeprefix(HUB).partition("@")
-    if not _ON_HUB.match(repository) or bool(at) != bool(revision):
-        raise ModelError(
-            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
-            "revision is a commit, a tag or a branch"
-        )
-    try:
-        folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]
-        )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        cause = said(error).rstrip(".")
-        raise ModelError(
-            f"{name}: the download failed: {cause}; check the name and the network, or give a local folder"
-        ) from error
-    return Path(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import psutil
 import pytest
 from transformers import AutoTokenizer, dynamic_module_utils
 
-from trueroll.engine.models import loader
 from trueroll.engine.request import SamplingParams
 from trueroll.errors import ConfigError, ModelError, UnavailableError
 from trueroll.rollout import text, text_child
@@ -354,7 +354,7 @@ def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]
         client.__dict__["generate"] = lambda *_, **__: pytest.fail("the prompts were sent")
         monkeypatch.setattr(printing, "RolloutClient", lambda *_: Entered(client))
 
-    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     return serve
 
 
