@@ -23,7 +23,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, proto
 from trueroll.rollout.fleet.totals import all_healths
 from trueroll.rollout.tools.top import Look, look_of, top, view
 
-TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "top")
+TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "top")
 ENGINE = {
     "computed_tokens": 1000,
     "computed_prompt_tokens": 400,
