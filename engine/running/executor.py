@@ -141,6 +141,8 @@ class LocalExecutor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # for this thread: events and graphs belong to the current device
         started = time.monotonic()
+        if is_needed(device):
+            log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
         spare = 1 if uses_graphs(config, loaded) else 0  # one block and one state slot, for the padding of graphs

@@ -7,6 +7,7 @@ Heavy modules are imported inside the commands, so that `trueroll --help` is fas
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from enum import StrEnum
 from importlib.metadata import version
@@ -154,13 +155,17 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _summary(address: str, info: dict[str, Any]) -> str:
-    """Return what a user wants to know about a new worker: its memory, its capacity, and the next command."""
-    mebibytes = {name: info[f"{name}_bytes"] / 2**20 for name in ("weight", "kv")}
+    """Return what a user wants to know about a new worker: where and what it is, its size, and the next command."""
+    sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
+    tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
+    command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
     lines = (
-        f"memory:    weights {mebibytes['weight']:,.0f} MiB, KV cache {mebibytes['kv']:,.0f} MiB",
-        f"capacity:  {info['num_blocks'] * info['block_size']:,} tokens, {info['max_num_seqs']:,} samples at a time, "
-        f"contexts of up to {info['max_model_len']:,} tokens",
-        f"next:      trueroll generate {address} --prompt 'Once upon a time'",
+        f"address:   {address}",
+        f"model:     {info['model']} ({info['architecture']}), {info['dtype']} on {info['device']}",
+        "memory:    " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items() if size),
+        f"capacity:  {info['num_blocks'] * info['block_size']:,} cached tokens, {info['max_num_seqs']:,} samples at a "
+        f"time, contexts of up to {info['max_model_len']:,} tokens",
+        f"next:      {command}",
     )
     return "\n".join(map(printable, lines))
 

@@ -339,6 +339,30 @@ def test_the_help_of_serve_and_http_has_headings_sizes_and_examples() -> None:
         assert f"\n{heading}\n" in shown and "MiB)]" in shown and f"\n    trueroll {name} " in shown
 
 
+INFO = dict(
+    model="a model", architecture="LlamaForCausalLM", dtype="bfloat16", device="cpu", weight_bytes=3 << 20,
+    kv_bytes=2000 << 20, state_bytes=0, num_blocks=100, block_size=16, max_num_seqs=64, max_model_len=2048,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("ipc:///tmp/a.sock", "trueroll generate ipc:///tmp/a.sock --prompt 'Once upon a time'"),
+        ("tcp://127.0.0.1:5", "trueroll generate tcp://127.0.0.1:5 --tokenizer 'a model' --prompt 'Once upon a time'"),
+    ],
+)
+def test_a_ready_worker_says_what_it_is_and_what_to_run_next(address: str, command: str) -> None:
+    assert cli._summary(address, INFO).splitlines() == [
+        f"address:   {address}",
+        "model:     a model (LlamaForCausalLM), bfloat16 on cpu",
+        "memory:    weights 3 MiB, KV cache 2,000 MiB",
+        "capacity:  1,600 cached tokens, 64 samples at a time, contexts of up to 2,048 tokens",
+        f"next:      {command}",
+    ]
+    assert "recurrent states 5 MiB" in cli._summary(address, INFO | {"state_bytes": 5 << 20})
+
+
 def interrupt(*arguments: str, after: str) -> tuple[int, str]:
     """Run a command, and interrupt it as a terminal does once stdout or stderr has a line that begins with `after`.
 
