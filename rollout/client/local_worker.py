@@ -135,6 +135,7 @@ def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any
     an unknown setting or an invalid value, ModelError if the model cannot be loaded, and WorkerFailedError if the
     process ends early or is not ready in time.
     """
-    check_model(model)
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
-    return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)
+    worker, engine = WorkerConfig(**of_worker), EngineConfig(model=model, **settings)
+    check_model(model)
+    return WorkerProcess(worker, engine, startup_timeout)
