@@ -369,8 +369,15 @@ def interrupt(*arguments: str, after: str) -> tuple[int, str]:
     Return the exit code and the rest of the output.
     """
     command = [*PROGRAM, *arguments]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:  # pyright: ignore[reportCallIssue]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A background process ignores interrupts, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         assert any(line.startswith(after) for line in process.stdout)
         os.killpg(process.pid, signal.SIGINT)
