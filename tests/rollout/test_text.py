@@ -424,6 +424,7 @@ def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))
         client.__dict__["generate"] = lambda *_, **__: pytest.fail("the prompts were sent")
         monkeypatch.setattr(printing, "RolloutClient", lambda *_: Entered(client))
+        monkeypatch.setattr(printing, "contact", lambda *_: None)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     return serve
