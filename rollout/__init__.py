@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
 
-    from ..engine.models.loader import (
+    from ..engine.models.names import (
         resolve_model,
     )
     from ..engine.request import (
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
-    "..engine.models.loader": ["resolve_model"],
+    "..engine.models.names": ["resolve_model"],
     "..engine.request": [
         "Distribution",
         "SampleDelta",

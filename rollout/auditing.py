@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from trueroll.errors import AlignmentError, ConfigError
 
-from ..engine.models.loader import resolve_model
+from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs

@@ -119,7 +119,7 @@ def check_address(address: str, has_keys: bool) -> None:
     if transport == "ipc" and rest:
         return
     if transport != "tcp" or ":" not in rest:
-        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r}){_hint(address)}")
+        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r}){address_hint(address)}")
     host, _, port = rest.rpartition(":")
     host = host.strip("[]")
     if host == "localhost":
@@ -141,8 +141,8 @@ def check_socket(address: str) -> None:
         )
 
 
-def _hint(address: str) -> str:
-    """Return what to write in place of an address that looks like that of an HTTP server."""
+def address_hint(address: str) -> str:
+    """Return what to write in place of an address that looks like that of an HTTP server, or nothing."""
     if address.startswith(("http://", "https://")):
         return "; an HTTP address belongs to a front end: give the worker's address, which `trueroll serve` prints"
     host, _, port = address.rpartition(":")

@@ -2,7 +2,8 @@
 
 Promises never to run Python code from a model's folder. A tokenizer is loaded without such code, and it is first tried
 in a child process with limits. A chat template is a program too, so a child process renders it and encodes the result.
-Short and long texts have separate child processes. Imports transformers only when a tokenizer is loaded.
+Short and long texts have separate child processes. Imports transformers only for a tokenizer or a conversation that
+needs it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class TextModel:
     """
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, imported before the fork for the child
-
-        from ..engine.models.loader import resolve_model
+        from ..engine.models.names import resolve_model
         from ..engine.models.tokenizer import longest_token
+        from .plain_tokenizer import is_plain
 
         self._folder = resolve_model(model)
         _check_files(self._folder)
+        if not is_plain(self._folder):
+            from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, before the fork for the child
+
         with self._explained("the model's tokenizer does not load"):
             attempt(partial(_load, self._folder))
             self._tokenizer = _load(self._folder)
@@ -157,7 +160,20 @@ class TextModel:
         return ModelError(f"{self._folder}: {what}: {cause}; check the tokenizer's files")
 
 
+def prepare_for_conversations() -> None:
+    """Import what renders chat templates, so that no child process has to do it. The import takes a second."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+
 def _load(folder: Path) -> Any:
+    """Return the tokenizer of a model folder. Raise any exception if it cannot be loaded or may not be used."""
+    from .plain_tokenizer import is_plain, load_plain
+
+    tokenizer = load_plain(folder) if is_plain(folder) else None
+    return _load_by_transformers(folder) if tokenizer is None else tokenizer
+
+
+def _load_by_transformers(folder: Path) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -205,6 +221,10 @@ def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
     If transformers only passes the tokens on to the Rust library, the function calls the library directly. That takes a
     fifth of the time, which matters because streams decode each token as it arrives.
     """
+    from .plain_tokenizer import PlainTokenizer
+
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.backend_tokenizer.decode
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

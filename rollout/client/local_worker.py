@@ -20,6 +20,7 @@ from typing import Any
 from trueroll.errors import WorkerFailedError
 
 from ...engine.config import EngineConfig
+from ...engine.models.names import check_model
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
 
@@ -135,4 +136,6 @@ def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any
     process ends early or is not ready in time.
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
-    return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)
+    worker, engine = WorkerConfig(**of_worker), EngineConfig(model=model, **settings)
+    check_model(model)
+    return WorkerProcess(worker, engine, startup_timeout)

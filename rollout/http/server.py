@@ -25,7 +25,7 @@ from ..client.client import AsyncRolloutClient
 from ..client.membership import membership_of
 from ..fleet.client import client_for
 from ..network.keys import Key
-from ..text import TextModel, model_served_here, needs_tokenizer
+from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
 from .accepting import Acceptor
 from .app import make_app
 from .clients import Clients, clients_of
@@ -53,8 +53,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     """Run the front end until SIGTERM or SIGINT. Call it in the main thread, because only this thread gets signals.
 
     `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
-    Raise ConfigError if the settings cannot work, WorkerLostError if there is no worker, and ModelError if the model
-    has no tokenizer.
+    Raise ConfigError if the settings cannot work, WorkerLostError if there is no worker, ModelError if the model has no
+    tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
     """
     clients = clients_of(config)
     members = membership_of(config.address).members()
@@ -67,7 +67,9 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
     _map_large_blocks()
     with listen(config) as listener:
-        asyncio.run(run(config, clients, keys, listener, settle))
+        is_interrupted = asyncio.run(run(config, clients, keys, listener, settle))
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _map_large_blocks() -> None:
@@ -86,8 +88,11 @@ async def run(
     keys: tuple[Key | None, Key | None],
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
-) -> None:
-    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Parameters and errors: see `serve`."""
+) -> bool:
+    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether it was SIGINT.
+
+    Parameters and errors: see `serve`.
+    """
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
@@ -101,18 +106,24 @@ async def run(
         with closing(served.texts):
             watching = asyncio.create_task(watch.run())
             try:
-                await _answer(listener, connections, config, lambda: on_ready(url, served.name))
+                return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
                 watching.cancel()
 
 
 async def _answer(
     listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
-) -> None:
-    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; another SIGINT cuts them."""
+) -> bool:
+    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; another SIGINT cuts them.
+
+    Return whether there was a SIGINT.
+    """
     told = asyncio.Event()
+    is_interrupted = False
 
     def end(hurries: bool) -> None:
+        nonlocal is_interrupted
+        is_interrupted |= hurries
         if told.is_set() and hurries:
             connections.hurry()
         told.set()
@@ -127,6 +138,7 @@ async def _answer(
             seconds = config.drain_seconds
         finally:
             await connections.end(seconds)
+    return is_interrupted
 
 
 @contextmanager
@@ -153,6 +165,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
     while (health := await client.health()).engine is None:
         await asyncio.sleep(LOOK_SECONDS)
     engine = health.engine
+    prepare_for_conversations()
     return ServedModel(
         client=client,
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),

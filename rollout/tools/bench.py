@@ -29,6 +29,7 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, SampleOutput, SamplingParams
 from ...engine.running.loading import LoadedModel, load_dummy, load_model
+from .progress import tell
 
 NOTE = (
     "first token: mean time from submission to a request's first token, measured in a separate run of the same prompts "
@@ -218,8 +219,8 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
     measurements = []
     for workload in plan.workloads:
         for name, system in systems.items():
-            with console.status(f"{workload.name}: {name}"):
-                measurements.append(measure(workload, name, system))
+            tell(f"measuring {workload.name}: {name} ...")
+            measurements.append(measure(workload, name, system))
     setting = _describe_setting(config, plan, loaded)
     console.print(make_table(measurements, ", ".join(f"{value}" for value in setting.values())))
     console.print(NOTE)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trueroll.errors import LINES, printable
 
-from ...engine.models.loader import resolve_model
+from ...engine.models.names import resolve_model
 from ...engine.models.smollm2 import smollm2_folder, smollm2_path
 from ...engine.request import SampleOutput, SamplingParams
 from ..client.client import Group, RolloutClient

@@ -20,7 +20,6 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from trueroll.errors import printable
@@ -29,6 +28,7 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
+from .progress import tracked
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
@@ -341,7 +341,7 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
     total = len(cells_of(loaded)) + 1
-    results = list(track(matrix, "verifying", total=total, console=console, transient=True))
+    results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
     if loaded.backend.note:

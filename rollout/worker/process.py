@@ -15,14 +15,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NoReturn, TextIO
 
 from trueroll.errors import TruerollError
 
 from ...engine.config import EngineConfig
 from ..config import WorkerConfig
-from ..logs import log_to_stderr
+from ..logs import INTERRUPTED, log_to_stderr, tell_interrupted
 from ..protocol.error_codes import told
 from .engine_thread import ServedEngine
 from .worker import Worker
@@ -49,18 +49,25 @@ def load_engine(config: EngineConfig) -> ServedEngine:
 def serve(
     config: WorkerConfig, make_engine: Callable[[], ServedEngine], on_ready: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
+    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it. Then end the process with
+    exit code 0, or after a SIGINT with 130.
 
     `on_ready`: called with the address and the engine's info. Raises the errors of `Worker` and `Worker.run`.
     """
     raise_descriptor_limit()
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
+    received: set[int] = set()
+
+    def end(number: int, _: object) -> None:
+        received.add(number)
+        worker.drain()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.drain())
+        signal.signal(number, end)
     # The system may deliver a signal to any thread. The byte that is then written here wakes the main thread, which
     # runs the handler.
     signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
-    _run_to_the_end(worker)
+    _run_to_the_end(worker, received)
 
 
 def raise_descriptor_limit() -> None:
@@ -75,8 +82,8 @@ def raise_descriptor_limit() -> None:
         log.warning("cannot raise the limit of %d descriptors to %d (%s); raise it with `ulimit -n`", soft, hard, error)
 
 
-def _run_to_the_end(worker: Worker) -> None:
-    """Run the worker, and end the process with exit code 0 after a shutdown.
+def _run_to_the_end(worker: Worker, received: Set[int]) -> None:
+    """Run the worker, and end the process after a shutdown. `received`: the signals so far.
 
     The process ends by `os._exit`, because the interpreter may crash if it shuts down while a thread, such as the
     thread of a push, is inside torch.
@@ -87,7 +94,9 @@ def _run_to_the_end(worker: Worker) -> None:
         if worker.is_computing:
             _exit(1)
         raise
-    _exit(0)
+    if signal.SIGINT in received:
+        tell_interrupted()
+    _exit(INTERRUPTED if signal.SIGINT in received else 0)
 
 
 def _exit(code: int) -> NoReturn:
