@@ -177,6 +177,7 @@ def make_app(
         ExactRoute("/is_sleeping", lifecycle.is_sleeping),
         ExactRoute("/update_weights", lifecycle.update_weights, methods=["POST"]),
         ExactRoute("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
+        ExactRoute("/", pages.home),
         *(ExactRoute(path, pages.file) for path in FILES),
         ExactRoute("/ui/live", pages.live),
         ExactRoute("/ui/group", pages.group),

@@ -15,6 +15,7 @@ from .fields import Fields, NumTop, TextFields, checked, given, recording, take_
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
+from .samples import MESSAGE_CHARS
 from .tools import BEGIN, ToolText
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -152,8 +153,17 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,
         skip_special_tokens=own.skip_special_tokens,
+        message=_last_user_message(own.messages),
     )
     return task, form
+
+
+def _last_user_message(messages: list[Message]) -> str | None:
+    """Return the beginning of the text of the last user message; None if there is none."""
+    for position, message in reversed([*enumerate(messages)]):
+        if message.role == "user":
+            return (_for_template(position, message)["content"] or "")[:MESSAGE_CHARS]
+    return None
 
 
 def _token_bytes(own: ChatFields) -> TokenBytes:

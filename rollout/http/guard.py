@@ -23,7 +23,7 @@ from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
 from .wire import error_answer
 
-OPEN_PATHS = {"/health", *FILES}
+OPEN_PATHS = {"/", "/health", *FILES}
 """Paths that need no key."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
 """Paths that accept bodies of up to `max_body_bytes`, because these contain tokens or text."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from trueroll.errors import brief
 
@@ -49,6 +49,7 @@ MOST_TOKENS = 2048
 SHOWN = ("n", "max_tokens", "temperature")
 """Sampling parameters that are always shown. Other parameters are shown if they differ from their defaults."""
 PREVIEW_TOKENS = 40
+PREVIEW_CHARS = 80
 CONTEXT_TOKENS = 16
 """Number of tokens that are decoded before the first returned token, because its text may depend on them."""
 
@@ -76,6 +77,10 @@ class Pages:
         """Return one of the page's files."""
         path = request.scope["path"]
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
+
+    async def home(self, request: Request) -> Response:
+        """Redirect to the page. The target has no host name, because `Host` may contain any name."""
+        return RedirectResponse("/ui", headers=HEADERS)
 
     async def live(self, request: Request) -> Response:
         """Return the looks at the worker after time `since`, and the groups with ids above `after`.
@@ -138,12 +143,20 @@ class Pages:
             return told | {"logprobs": numbers(again)}
         return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
 
+    async def _preview(self, group: KeptGroup) -> str:
+        """Return the beginning of the last user message, or the end of a prompt that is not a conversation."""
+        if group.message is not None:
+            text = " ".join(group.message.split())
+            return text if len(text) <= PREVIEW_CHARS else f"{text[:PREVIEW_CHARS]}…"
+        tail = group.prompt[-PREVIEW_TOKENS:].tolist()
+        text = " ".join((await self._served.texts.decode_long(tail, skip_special_tokens=True)).split())
+        return text if len(text) <= PREVIEW_CHARS else f"…{text[-PREVIEW_CHARS:]}"
+
     async def _summary(self, group: KeptGroup) -> dict[str, Any]:
-        texts = self._served.texts
         return {
             "id": group.id,
             "seconds": group.seconds,
-            "preview": await texts.decode_long(group.prompt[-PREVIEW_TOKENS:].tolist(), skip_special_tokens=True),
+            "preview": await self._preview(group),
             "num_asked": group.params.n,
             "num_samples": len(group.samples),
             "num_tokens": sum(len(sample.token_ids) for sample in group.samples),

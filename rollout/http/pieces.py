@@ -95,7 +95,8 @@ class Form(Protocol):
 class Task:
     """A request to the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options of its answer.
 
-    `tells_usage`: a stream ends with an event that has the token counts.
+    `tells_usage`: a stream ends with an event that has the token counts. `message`: the beginning of the last user
+    message of a conversation, for the page at `/ui`.
     """
 
     prompts: list[list[int]]
@@ -104,6 +105,7 @@ class Task:
     is_stream: bool
     tells_usage: bool
     skip_special_tokens: bool = True
+    message: str | None = None
 
 
 class Asker:
@@ -129,7 +131,7 @@ class Asker:
         """Return the answer to a task that is not a stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
         for prompt, group in zip(task.prompts, groups, strict=True):
-            self._samples.add(prompt, task.params, task.seed, group.samples, self._user)
+            self._keep(task, prompt, group.samples)
         usage = Usage(sum(map(len, task.prompts)))
         pieces: list[Piece] = []
         num_waiting = 0
@@ -162,14 +164,16 @@ class Asker:
                 else:
                     finished[position].append(got)
                     if len(finished[position]) == task.params.n:
-                        samples = finished[position]
-                        self._samples.add(task.prompts[position], task.params, task.seed, samples, self._user)
+                        self._keep(task, task.prompts[position], finished[position])
                     check_sample(got)
                     before.check_whole(got)
                     usage.add(position, got)
                     yield form.event(_end(position, got, text.finish(got) if text else ""))
         if task.tells_usage:
             yield form.last_event(usage)
+
+    def _keep(self, task: Task, prompt: list[int], samples: Iterable[SampleOutput]) -> None:
+        self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message)
 
     def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
         check_sample(sample)

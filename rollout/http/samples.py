@@ -20,6 +20,7 @@ MOST_GROUP_BYTES = 8 * 2**20
 """Maximum size of one group. Samples of the group that do not fit are not kept."""
 OBJECT_BYTES = 2048
 """Upper bound on the memory of a sample or a group, without its arrays."""
+MESSAGE_CHARS = 200
 _MOST_TEXT = 500
 
 
@@ -52,7 +53,8 @@ class KeptGroup:
 
     `id`: counts from 1. `seconds`: when the group finished, in seconds since 1970. `prompt`: int32 [num_tokens].
     `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of the request. `samples`: the
-    samples that fit. `user`: the user of the request; None if clients have no names.
+    samples that fit. `user`: the user of the request; None if clients have no names. `message`: the beginning of the
+    last user message; None if the request is not a conversation or has no such message.
     """
 
     id: int
@@ -62,6 +64,7 @@ class KeptGroup:
     seed: int | None
     samples: tuple[KeptSample, ...]
     user: str | None = None
+    message: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +92,7 @@ class SampleLog:
         seed: int | None,
         samples: Iterable[SampleOutput],
         user: str | None = None,
+        message: str | None = None,
     ) -> None:
         """Keep a finished group and evict the oldest ones. The group is not kept if not even one sample fits."""
         tokens = np.array(prompt, np.int32)
@@ -99,7 +103,7 @@ class SampleLog:
             return
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
-        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user)
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user, message)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:

@@ -207,7 +207,8 @@ def http(
 
     raise_descriptor_limit()
     keys = server_public_key, client_key_file
-    serve_http(config, keys, lambda url, model: _say(f"ready url={url} model={model} address={address}"))
+    line = "ready url={url} page={url}/ui model={model} address={address}"
+    serve_http(config, keys, lambda url, model: _say(line.format(url=url, model=model, address=address)))
 
 
 @app.command()

@@ -387,6 +387,7 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
         line = process.stdout.readline()
         assert line.startswith("ready url=http://127.0.0.1:") and line.endswith(f" address={worker.address}\n")
         front = Front(line.split("url=")[1].split()[0], str(chat_model))
+        assert f" page={front.url}/ui " in line
         stream = front.openai().completions.create(model=front.model, prompt=[1], max_tokens=900, stream=True)
         stream = iter(stream)
         assert next(stream).choices

@@ -25,7 +25,7 @@ from trueroll.rollout.http import guard, pages, samples, watch
 from trueroll.rollout.http.samples import OBJECT_BYTES, SampleLog
 
 PROMPT = list(range(40, 80))
-FILES = guard.OPEN_PATHS - {"/health"}
+FILES = guard.OPEN_PATHS - {"/", "/health"}
 
 
 def newest(front: Front) -> dict[str, Any]:
@@ -67,6 +67,37 @@ def test_the_page_may_load_and_run_its_own_files_alone(front: Front) -> None:
         loaded |= {f"/ui/{each}" for each in re.findall(r'from "\./([^"]+)"', text)}
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage", text)
     assert loaded == FILES - {"/ui"}
+
+
+def test_the_root_leads_to_the_page(worker: WorkerProcess) -> None:
+    """Without a key, and to this server whatever `Host` names."""
+    with front_end(worker.address, key="secret") as front:
+        response = httpx2.get(f"{front.url}/", headers={"Host": "elsewhere.example"})
+        assert response.status_code == 307 and response.headers["Location"] == "/ui"
+        assert httpx2.get(front.url, follow_redirects=True).text == front.get("/ui").text
+
+
+USER = {"role": "user", "content": "Who?"}
+LONG = "What is\n 6 times 7? " + "W" * 300
+
+
+@pytest.mark.parametrize(
+    ("messages", "preview"),
+    [
+        ([{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "I."}], "Who?"),
+        ([USER, {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]}], "a b"),
+        ([{"role": "user", "content": LONG}], f"What is 6 times 7? {'W' * 61}…"),
+        ([{"role": "system", "content": "Be brief."}], "Be brief. <assistant>"),
+    ],
+    ids=["last", "parts", "long", "none"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_conversation_is_listed_by_its_last_user_message(
+    front: Front, messages: list[dict[str, Any]], preview: str, is_stream: bool
+) -> None:
+    body = {"messages": messages, "max_tokens": 1, "stream": is_stream}
+    front.post("/v1/chat/completions", body).raise_for_status()
+    assert newest(front)["preview"].endswith(preview)
 
 
 def test_answers_are_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
