@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from unittest import SkipTest
 
@@ -18,7 +19,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "deploy", "migration")
+GUIDES = "quickstart clients training recipes trl verl verifiers http fleet deploy migration".split()
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 
 
@@ -79,3 +80,11 @@ def test_every_block_runs_or_says_why_not(page: Path, tmp_path: Path, capsys: py
             with suppress(SkipTest):
                 example.evaluate()
         check_results(page.stem, found, capsys.readouterr().out)
+
+
+def test_the_blocks_about_verifiers_are_lines_of_its_program() -> None:
+    page, program = ((ROOT / name).read_text() for name in ("docs/verifiers.md", "examples/verifiers_grpo.py"))
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(shown) == 3
+    for block in shown:
+        assert block in program or indent(block, "    ") in program
