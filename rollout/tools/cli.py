@@ -259,6 +259,14 @@ def top(
 def audit(
     model: Model,
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the difference of each token in this PNG, beside those of the model without alignment "
+            "(pip install 'trueroll[plot]').",
+            callback=_check_folder,
+        ),
+    ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
@@ -268,12 +276,19 @@ def audit(
     """
     from ..auditing import audit_folder
     from ..client.client import RolloutClient
+    from .pictures import check_can_plot, describe_worker, plot_differences
 
     check_socket(address)
+    if plot is not None:
+        check_can_plot()
     with RolloutClient(address, server_public_key=server_public_key, client_key=client_key_file) as client:
-        found = audit_folder(model, client)
-    typer.echo(printable(str(found), kept=LINES))
-    _exit_unless(not found.num_different)
+        audits = audit_folder(model, client, with_plain=plot is not None)
+        if plot is not None:
+            plot_differences(audits, describe_worker(client), plot)
+    typer.echo(printable(str(audits[0]), kept=LINES))
+    if plot is not None:
+        typer.echo(f"Without alignment: {printable(str(audits[1]), kept=LINES)}")
+    _exit_unless(not audits[0].num_different)
 
 
 @app.command()
@@ -292,6 +307,10 @@ def verify(
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -305,7 +324,7 @@ def verify(
     from .verify import verify as run_matrix
 
     config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend)
-    _exit_unless(run_matrix(config, Console(), json))
+    _exit_unless(run_matrix(config, Console(), json, quick=quick))
 
 
 @app.command()

@@ -110,7 +110,7 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     assert levels == ([sleep] * STEPS if sleep else []) and [*rows[0]] == COLUMNS
     assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
-    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row["oldest_version"] for row in rows] == [str(step + 1) for step in range(STEPS)]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -238,7 +238,7 @@ def check_stale(rows: list[dict[str, str]]) -> None:
     """Check that each batch but the first was begun under the weights before those that it trained."""
     assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
     for step, row in enumerate(rows[1:], 1):
-        assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
+        assert row["oldest_version"] == str(step) and float(row["stale_share"]) > 0.0
         assert float(row["stale_difference"]) > 0.0 and row["mismatch"] in ("", "0.0")
     check_diagnostics(rows[1:])
     exact = dict(k1="0.0", k2="0.0", k3="0.0", perplexity_gap="0.0", clipped_share="0.0", largest_ratio="1.0")
@@ -305,7 +305,7 @@ def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: flo
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
     is_own = torch.tensor([False, False, True, True])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        log_probs = trainer._log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
+        log_probs = trainer.log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
     trainer.version = 1
     row = trainer.step([grpo.Sample(ids, is_own, log_probs + shift, old, 0.0, advantage)])
     assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None
