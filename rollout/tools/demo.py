@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall the worker on the same cores
+
 import numpy as np
 import psutil
 import torch
@@ -54,6 +56,7 @@ QUESTIONS = (
 
 BINS = {"exactly 0": 0.0, "below 0.01": 0.01, "0.01 to 0.1": 0.1, "0.1 or more": np.inf}
 """The rows of the chart of differences, and the upper limit of each; the first limit belongs to its row."""
+TRAINERS = "Log-probs of a trainer and of the worker: same model, dtype, samples"
 BAR = 24
 """Characters of the longest bar in the chart."""
 NEXT = (
@@ -223,7 +226,7 @@ def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
     proved.
     """
     names = "aligned trainer", "ordinary forward pass"
-    table = Table("same model, same samples", "tokens with other bits", "largest difference", "importance ratios")
+    table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)
     for name, audit in zip(names, (aligned, plain), strict=True):
         ratios = np.exp(np.concatenate(audit.differences))
         low, high = ratios.min(), ratios.max()
@@ -353,8 +356,8 @@ def compare(console: Console, repetitions: Sequence[Repetition], prompt_tokens: 
     differs, a warm cache had a hit and a cold cache had none.
     """
     cold = repetitions[0].answers.samples
-    headers = "circumstance", "cached prompt tokens", "greedy tokens", "sampled tokens", "differences"
-    table, differences = Table(*headers), 0
+    headers = "circumstance", "cached", "greedy", "sampled", "differences"
+    table, differences = Table(*headers, title="Cached prompt tokens, compared tokens, and differences"), 0
     for repetition in repetitions:
         answers = repetition.answers
         found = sum(_count_differences(*pair) for pair in zip(cold, answers.samples, strict=True))

@@ -143,10 +143,30 @@ def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: 
     assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
 
 
-def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> None:
-    rows = run(tmp_path, steps=2, unaligned=True)
+def test_the_plain_forward_pass_shows_a_mismatch(
+    run: Run, grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The mismatch of such a run can be drawn beside the mismatch of an aligned run."""
+    rows = run(tmp_path / "plain", steps=2, unaligned=True)
     assert all(float(row["mismatch"]) > 0.0 for row in rows)
     check_diagnostics(rows)
+    figures: list[Any] = []
+    make_figure = grpo.Figure
+    monkeypatch.setattr(grpo, "Figure", lambda **sizes: figures.append(make_figure(**sizes)) or figures[-1])
+    run(tmp_path / "aligned", steps=2, beside=tmp_path / "plain")
+    both = {line.get_label(): [*line.get_ydata()] for line in figures[0].axes[2].lines}
+    assert both == {"step": [0.0, 0.0], "step of plain": [float(row["mismatch"]) for row in rows]}
+    assert "seed 1" in figures[0].get_suptitle()
+    assert capfd.readouterr().out.count(" s: generate ") == 4, "each step prints its seconds"
+    with pytest.raises(typer.BadParameter, match="--beside: .* has no metrics.csv"):
+        run(tmp_path / "third", beside=tmp_path)
+
+
+def test_a_new_worker_gives_no_warning(model: Path, tmp_path: Path) -> None:
+    """The first push has a higher version than the checkpoint of a new worker."""
+    arguments = ("--out", str(tmp_path / "run"), "--model", str(model), "--steps", "1", "--prompts", "2")
+    result = subprocess.run([sys.executable, "-P", str(EXAMPLE), *arguments], capture_output=True, text=True)
+    assert result.returncode == 0 and "warning" not in (result.stdout + result.stderr).lower(), result.stderr
 
 
 def check_diagnostics(rows: list[dict[str, str]]) -> None:
