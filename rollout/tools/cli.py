@@ -308,6 +308,14 @@ def audit(
         str,
         typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...", callback=check_worker),
     ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the difference of each token in this PNG, beside those of the model without alignment "
+            "(pip install 'trueroll[plot]').",
+            callback=_check_folder,
+        ),
+    ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
@@ -316,14 +324,21 @@ def audit(
     Exits with 1 if any bit differs.
     """
     from ..client.client import RolloutClient
+    from .pictures import check_can_plot, describe_worker, plot_differences
 
+    if plot is not None:
+        check_can_plot()
     contact(address, WORKER_SECONDS)
     from ..auditing import audit_folder
 
     with RolloutClient(address, WORKER_SECONDS, server_public_key, client_key_file) as client:
-        found = audit_folder(model, client)
-    typer.echo(printable(str(found), kept=LINES))
-    _exit_unless(not found.num_different)
+        audits = audit_folder(model, client, with_plain=plot is not None)
+        if plot is not None:
+            plot_differences(audits, describe_worker(client), plot)
+    typer.echo(printable(str(audits[0]), kept=LINES))
+    if plot is not None:
+        typer.echo(f"Without alignment: {printable(str(audits[1]), kept=LINES)}")
+    _exit_unless(not audits[0].num_different)
 
 
 @app.command()
@@ -343,6 +358,10 @@ def verify(
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -357,7 +376,7 @@ def verify(
 
     from .verify import verify as run_matrix
 
-    _exit_unless(run_matrix(config, Console(), json))
+    _exit_unless(run_matrix(config, Console(), json, quick=quick))
 
 
 @app.command()

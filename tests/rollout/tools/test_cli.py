@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import ConfigError, ModelError
+from trueroll.rollout import Audit
 from trueroll.rollout.config import WorkerConfig, check_address
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.text import TextModel
@@ -232,15 +233,61 @@ def chat_model(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> None:
-    console = Console(record=True, width=160)
-    assert demo.demo(console, str(chat_model), demo.Sizes(samples=2, max_tokens=4, greedy_tokens=6))
+    console, sizes = Console(record=True, width=160), demo.Sizes(samples=2, max_tokens=4, compared_tokens=6)
+    assert demo.demo(console, str(chat_model), sizes)
     text = console.export_text()
-    stages = [line.split()[0] for line in text.splitlines() if line.endswith(" ...")]
-    assert stages == ["Loading", "Starting", "Generating", "Generating", "Putting", "Starting", "Generating"]
-    assert "4 prompts x 2 samples" in text and "tokens/s" in text and "hit rate" in text
+    lines = text.splitlines()
+    stages = [line.split()[0] for line in lines if line.endswith(" ...")]
+    assert stages == [
+        "Loading",
+        "Starting",
+        "Generating",
+        "Computing",
+        "Generating",
+        "Putting",
+        "Starting",
+        "Generating",
+    ]
+    seconds = [float(found) for found in re.findall(r"^  done in (\S+) s$", text, re.M)]
+    assert len(seconds) == len(stages) and f"All stages took {sum(seconds):.1f} s." in lines
+    assert "4 prompts x 2 samples = 8 samples with " in text and "tokens/s" in text
     assert all(question in text for question in demo.QUESTIONS)
     assert all(word in text for word in ("cache cold", "cache warm", "cache off", "beside other requests"))
     assert "All bits agree" in text
+    check_trainers(text)
+    assert all(command in text for command, _ in demo.NEXT)
+
+
+def check_trainers(text: str) -> None:
+    """Check the demo's claims about an aligned trainer and an ordinary one: their numbers add up to all tokens."""
+    [total] = re.findall(r"samples with (\d+) tokens", text)
+    assert re.search(rf"aligned trainer +│ 0 of {total} +│ 0 +│ exactly 1\.0 ", text)
+    [(differing, largest, low, high)] = re.findall(
+        rf"ordinary forward pass +│ (\d+) of {total} +│ (\S+) +│ (\S+) to (\S+) ", text
+    )
+    assert int(differing) > 0 and float(largest) > 0 and float(low) < 1 < float(high)
+    rows = [re.findall(rf"│ {name} +│ +(\d+) .*│ +(\d+) ", text)[-1] for name in demo.BINS]
+    aligned, plain = ([int(count) for count in column] for column in zip(*rows, strict=True))
+    assert aligned == [int(total), 0, 0, 0]
+    assert sum(plain) == int(total) and plain[0] == int(total) - int(differing)
+
+
+def test_the_demo_fails_if_the_trainers_do_not_differ_as_claimed() -> None:
+    """The aligned trainer must have the worker's bits, and the ordinary forward pass must not."""
+
+    def audit_of(*differences: float) -> Audit:
+        found = np.array(differences, np.float32)
+        largest, place = float(np.abs(found).max()), (0, 0, 0) if found.any() else None
+        return Audit(len(found), int(np.count_nonzero(found)), largest, 0.0, place, (), (), True, (found,))
+
+    same, other = audit_of(0.0, 0.0), audit_of(0.0, -0.25)
+    console = Console(record=True, width=160)
+    assert demo.compare_trainers(console, same, other)
+    assert not demo.compare_trainers(console, other, other)
+    assert not demo.compare_trainers(console, same, same)
+    text = console.export_text()
+    assert "0.778801 to 1.000000" in text and "1 of 2 log-probs differ" in text and "Nothing is proved" in text
+    assert demo.count_by_size(np.array([0.0, -0.005, 0.01, 0.5, -0.1, np.inf])) == [1, 1, 1, 3]
 
 
 def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +299,14 @@ def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypa
     assert console.export_text() == f"Converting smollm2 to {tmp_path / 'file'} (only once) ...\n"
 
 
-def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
+def test_a_stage_of_the_demo_leaves_its_title_and_duration_on_a_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_interactive=True, color_system=None, width=40)
-    with demo._stage(console, "Working ..."):
+    with demo.Stages(console).stage("Working ..."):
         pass
     printed = file.getvalue()
     assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line, then the spinner"
-    assert printed.endswith("\r\x1b[1A\x1b[2K"), "the spinner is erased at the end"
+    assert printed.endswith("\r\x1b[1A\x1b[2K  done in 0.0 s\n"), "the spinner is erased at the end"
 
 
 def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:
@@ -268,13 +315,20 @@ def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:
 
 
 def test_the_demo_sees_one_bit_and_a_cache_that_was_not_warm() -> None:
-    cold = demo.Repetition("cold", False, [sample([-1.0, -2.0], 0)])
-    warm = demo.Repetition("warm", True, [sample([-1.0, -2.0], 16)])
-    one_bit = demo.Repetition("warm", True, [sample([-1.0, float(np.nextafter(np.float32(-2), np.float32(0)))], 16)])
-    not_warm = demo.Repetition("warm", True, [sample([-1.0, -2.0], 0)])
-    assert demo.compare(Console(), [cold, warm])
-    assert not demo.compare(Console(), [cold, warm, one_bit])
-    assert not demo.compare(Console(), [cold, not_warm])
+    def repetition(name: str, has_cache: bool, greedy: SampleOutput, sampled: SampleOutput) -> demo.Repetition:
+        return demo.Repetition(name, has_cache, demo.Answers([greedy], [sampled]))
+
+    one_bit = [-1.0, float(np.nextafter(np.float32(-2), np.float32(0)))]
+    cold_sample, warm_sample = sample([-1.0, -2.0], 0), sample([-1.0, -2.0], 16)
+    cold = repetition("cold", False, cold_sample, cold_sample)
+    warm = repetition("warm", True, warm_sample, warm_sample)
+    not_warm = repetition("warm", True, cold_sample, cold_sample)
+    console = Console(record=True)
+    assert demo.compare(console, [cold, warm], prompt_tokens=20)
+    assert "32 of 40" in console.export_text()
+    for answers in ((sample(one_bit, 16), warm_sample), (warm_sample, sample(one_bit, 16))):
+        assert not demo.compare(Console(), [cold, warm, repetition("warm", True, *answers)], 20)
+    assert not demo.compare(Console(), [cold, not_warm], 20)
 
 
 def test_version() -> None:
