@@ -1,4 +1,4 @@
-"""Reads small files that another user may have created: only regular files, and only up to a size limit."""
+"""Read small files that another user may have created. Accept only regular files up to a size limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_text(file: BinaryIO, max_bytes: int) -> str:
 
 
 def check_printable(value: object) -> None:
-    """Raise ValueError if a string or a key in a value has an unprintable character.
+    """Raise ValueError if any string or key in a value has an unprintable character.
 
     `value`: a value from JSON or TOML, nested to any depth.
     """
