@@ -104,8 +104,8 @@ class Received:
     def _begin(self, delta: Delta) -> None:
         if delta.start:
             raise ProtocolError(
-                f"deltas: request {delta.id!r}, sample {delta.index}: a delta begins at token {delta.start}, but earlier "
-                "tokens are missing; use the same release of trueroll on both sides"
+                f"deltas: request {delta.id!r}, sample {delta.index}: a delta begins at token {delta.start}, but "
+                "earlier tokens are missing; use the same release of trueroll on both sides"
             )
         self._growth = Growth(delta)
         self._is_anew, self._num_taken = self._num_taken > 0, 0
@@ -555,7 +555,7 @@ class Connection:
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
-        """Reset the count of unconfirmed bytes. An answered health check confirms everything that was sent before it."""
+        """Reset the count of unconfirmed bytes. An answered health check confirms all earlier messages."""
         self._window.unconfirmed = 0
         self._send_queued()
 

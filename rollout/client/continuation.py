@@ -85,7 +85,7 @@ def continuation(
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
-    """Join the two parts of a sample. If the weight version is the same on both sides of the seam, merge the two spans."""
+    """Join the two parts of a sample. Merge the two spans at the seam if their weight versions are equal."""
     return replace(
         first,
         token_ids=first.token_ids + rest.token_ids,

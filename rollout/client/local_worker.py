@@ -44,7 +44,7 @@ class WorkerProcess:
         startup_timeout: float,
         command: tuple[str, ...] = WORKER_COMMAND,
     ) -> None:
-        """Start the child and wait until it is ready. Raise ConfigError, ModelError or WorkerFailedError if that fails."""
+        """Start the child and wait until it is ready. Otherwise raise ConfigError, ModelError or WorkerFailedError."""
         self._folder: Path | None = None
         self._drain_seconds = worker.drain_seconds
         self._process = subprocess.Popen(

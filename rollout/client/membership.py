@@ -215,7 +215,7 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path of the push note that belongs to the fleet's file `path`. Trainers in other processes write it."""
+    """Return the path of the push note beside the fleet's file `path`. Trainers in other processes write the note."""
     return path.with_name(f"{path.name}.version")
 
 

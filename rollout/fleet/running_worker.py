@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0
 """A worker that does not answer for this long is replaced. A healthy worker answers even while it computes. The client
-measures the time, without the periods in which this process was stopped.
+measures the time, and excludes periods in which this process was stopped.
 """
 STOP_SECONDS = 15.0
 
@@ -33,7 +33,7 @@ class RunningWorker:
 
     `socket`: socket file of the worker, which a killed worker leaves behind. `pids`: process ids of the actor and of
     the worker. `member`: the entry for clients; None before the first answer. `health`, `stats`: last reports; None
-    before the first.
+    before the first report.
     """
 
     def __init__(self, actor: WorkerActor, socket: Path, client: AsyncRolloutClient, pids: tuple[int, int]) -> None:
@@ -47,7 +47,7 @@ class RunningWorker:
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may send requests to the worker."""
+        """Return whether clients may send requests to the worker."""
         return self.member is not None and self.member.standing == "serving"
 
     async def look(self) -> protocol.Health:
@@ -72,7 +72,7 @@ class RunningWorker:
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:
-        """End the worker. `at_once`: kill it instead of letting it exit."""
+        """End the worker. `at_once`: kill the worker instead of letting it exit."""
         with suppress(TruerollError):
             await self.client.close()
         if at_once:
