@@ -559,7 +559,7 @@ class LoopThread:
         return wrong_process(self._pid) is None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine and return its future. After `end` or in a forked process, the future raises TruerollError."""
+        """Run a coroutine and return its future. After `end` or a fork, the future raises TruerollError."""
         if error := wrong_process(self._pid):  # checked first: a thread may have held the lock at the time of the fork
             return _failed(coroutine, error)
         with self._may_submit:

@@ -18,7 +18,7 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Choose among the eligible workers. `version`: the newest weight version of these; None without workers."""
+    """Choose among the eligible workers. `version`: newest weight version of an eligible worker, or None."""
 
     def __init__(self) -> None:
         self.version: int | None = None

@@ -60,7 +60,7 @@ class WeightFolder:
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """Return the folder of a push that has the base weights of `adapters`. Raise OtherBaseError if there is none."""
+        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if there is none."""
         for path in self._pushes():
             try:
                 if _has_base(read_manifest(path), adapters):

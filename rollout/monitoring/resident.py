@@ -34,7 +34,7 @@ class ResidentMemory:
     def num_bytes(self) -> int:
         """Return the resident memory in bytes.
 
-        The value is at most PERIOD_SECONDS old. After `close` or a failed read, it is the last value.
+        The value is at most PERIOD_SECONDS old. After `close` or a failed read, return the last value.
         """
         with self._lock:
             now = monotonic()

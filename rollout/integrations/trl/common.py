@@ -1,4 +1,4 @@
-"""Shared parts of the TRL integrations: translation of settings, encoding of prompts, checks of samples."""
+"""Shared parts of the TRL integrations: the translation of settings, the encoding of prompts, and checks of samples."""
 
 from __future__ import annotations
 

@@ -60,6 +60,6 @@ def server_name(replica_rank: int) -> str:
 
 
 def _place(_: Any) -> tuple[str, str]:
-    """Return the calling process's node id and the id of the accelerator that Ray assigned to it."""
+    """Return the node id of the calling process, and the id of the accelerator that Ray assigned to this process."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()[get_platform().ray_resource_name()][0]
