@@ -58,8 +58,8 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     num_workers = own.pop("num_workers", 1)
     if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
         raise ConfigError(
-            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to 1, or on cpu to any "
-            "integer of at least 1"
+            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to 1, or on cpu to "
+            "any integer of at least 1"
         )
     return settings | own | {"num_workers": num_workers}
 
