@@ -159,14 +159,14 @@ class AsyncRolloutClient:
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
-          from the id and the prompt. Requests with equal ids and contents then give the same samples from any worker
-          with the same weights, even after a crash of client or worker. If a request is submitted again while it is in
+          from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
+          the same weights, even after a crash of client or worker. If a request is submitted again while it is in
           flight, or because its results were lost on the way, the worker does not compute it again.
         - `errors`: with `return`, a failed prompt gives an error instead of a Group, and the other prompts finish.
         - `progress`: show a progress bar on a terminal.
         - `min_weight_version`: oldest weight version with which a request may begin. If the worker has older weights,
-          for example after a restart, the call raises StaleWeightsError. The limit does not apply to pushes with
-          `allow_older` after the request has begun; the version spans of the samples show these pushes.
+          for example after a restart, the call raises StaleWeightsError. A push with `allow_older` may bring older
+          weights after the request has begun. The version spans of the samples show such a push.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
           `min_weight_version`.
         """
@@ -232,8 +232,8 @@ class AsyncRolloutClient:
 
         `deltas`: before the finished sample, also yield (position, SampleDelta) for new tokens as they arrive. The
         concatenated deltas of a sample equal the sample bit for bit. Each delta begins where the previous delta ended,
-        or at token 0. A later delta that begins at token 0 means that the sample was restarted, for example after a
-        lost connection. Then discard the earlier deltas of the sample. If the caller reads slowly, waiting deltas of a
+        or at token 0. If a later delta begins at token 0, the sample was restarted, for example after a lost
+        connection. Discard the earlier deltas of a restarted sample. If the caller reads slowly, waiting deltas of a
         sample are merged into one. If another client already runs the same request, the first delta has all tokens so
         far.
         """
@@ -269,8 +269,8 @@ class AsyncRolloutClient:
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
-        If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. Otherwise, the
-        version spans of the sample say which weights generated which tokens.
+        If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If they have
+        changed, the version spans of the joined sample say which weights generated which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
@@ -332,7 +332,7 @@ class AsyncRolloutClient:
 
         The call that requested an aborted sample returns the sample with its tokens so far and finish reason `abort`.
         Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. All other requests are
-        aborted even then.
+        aborted before this error is raised.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -379,8 +379,8 @@ class AsyncRolloutClient:
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
         """Finish all requests accepted so far, then pause.
 
-        Raise DeadlineError if the requests do not finish within `timeout` seconds. The worker then continues to
-        generate.
+        Raise DeadlineError if the requests do not finish within `timeout` seconds. After this error, the worker
+        continues to generate.
         """
         return await self._ask_status(message_of(protocol.Drain, id=protocol.new_id(), timeout=timeout))
 
@@ -394,7 +394,7 @@ class AsyncRolloutClient:
     ) -> protocol.Status:
         """Release the memory of `tags` until `wake_up`.
 
-        - `level`: 1 keeps the weights on the host; 2 drops the weights, so a push must bring new ones.
+        - `level`: 1 keeps the weights on the host; 2 drops the weights, so a push must bring new weights.
         - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
           `timeout` seconds. `recompute` keeps the tokens so far and continues the requests after `wake_up`. `abort`
           ends the requests with their tokens so far.
@@ -415,7 +415,7 @@ class AsyncRolloutClient:
     async def weight_checksums(self) -> protocol.Checksums:
         """Return the XXH3 hash of the bytes of every served parameter.
 
-        The worker computes the hashes between two steps, so the next step waits for them.
+        The worker computes the hashes between two steps, so the next step waits for the hashes.
         """
         reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
         assert isinstance(reply, protocol.Checksums)
@@ -427,7 +427,7 @@ class AsyncRolloutClient:
         return reply
 
     async def close(self) -> None:
-        """Disconnect. Pending calls raise TruerollError; their requests keep running."""
+        """Disconnect. Pending calls raise TruerollError, but their requests keep running on the worker."""
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -456,8 +456,8 @@ class AsyncRolloutClient:
 
         Each sample is yielded once. Requested deltas come before their sample. `what`: name of the caller's argument
         with the requests, for error texts such as `prompts[3]`. `errors`: with `return`, errors are yielded instead of
-        raised. `in_groups`: the caller uses samples only after their group has ended. A client of several workers may
-        then restart a group and yield its samples again.
+        raised. `in_groups`: the caller uses samples only after their group has ended. With `in_groups`, a client of
+        several workers may restart a group and yield the group's samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -541,8 +541,8 @@ class LoopThread:
     """An event loop on a daemon thread named `name`, for code without an event loop.
 
     Promises: every coroutine that was submitted before `end` runs. `submit` and `end` may be called on the loop's own
-    thread, because the garbage collector may run there. On this thread, `end` does not wait. In a forked process,
-    `submit` returns a failed future without waiting, and `end` raises.
+    thread, because the garbage collector may run there. If `end` is called on the loop's own thread, it does not wait.
+    In a forked process, `submit` returns a failed future without waiting, and `end` raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -560,7 +560,7 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine and return its future. After `end` or a fork, the future raises TruerollError."""
-        if error := wrong_process(self._pid):  # checked first: a thread may have held the lock at the time of the fork
+        if error := wrong_process(self._pid):  # checked before the lock, which another thread may have held at the fork
             return _failed(coroutine, error)
         with self._may_submit:
             if not self._has_ended:

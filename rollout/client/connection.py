@@ -125,7 +125,7 @@ class Inbox:
         self._queue.put_nowait((id, reply))
 
     def put_delta(self, delta: protocol.Delta) -> None:
-        """Add a delta. Raise ProtocolError if tokens before it are missing."""
+        """Add a delta. Raise ProtocolError if tokens before the delta are missing."""
         received = self._received.setdefault((delta.id, delta.index), Received())
         if received.put(delta):
             self._queue.put_nowait((delta.id, received))
@@ -165,7 +165,7 @@ class Listener(Protocol):
         ...
 
     def disconnected(self) -> None:
-        """Handle the loss of the connection, or its replacement by another one."""
+        """Handle the loss of the connection, or its replacement by another connection."""
         ...
 
     def failed(self, error: TruerollError) -> None:
@@ -174,7 +174,9 @@ class Listener(Protocol):
 
 
 class Line:
-    """A socket connection to `address` that reconnects. `server_public_key`, `client_key`: see `AsyncRolloutClient`."""
+    """A socket connection to `address` that reconnects after a loss. `server_public_key`, `client_key`: see
+    `AsyncRolloutClient`.
+    """
 
     def __init__(self, address: str, server_public_key: Key | None, client_key: Key | None, listener: Listener) -> None:
         check_address(address, has_keys=server_public_key is not None)
@@ -190,7 +192,7 @@ class Line:
         return bool(self._tasks)
 
     def open(self) -> None:
-        """Connect, in the running event loop. Raise ConfigError if the address cannot be connected to."""
+        """Connect, in the running event loop. Raise ConfigError if the socket cannot connect to the address."""
         self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._connect()
@@ -216,7 +218,7 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """Return an error if this is not the process and the event loop of the first call, else None."""
+        """Return an error outside the process and the event loop of the first call, else None."""
         if self._home is None:
             return None
         pid, loop = self._home
@@ -231,8 +233,8 @@ class Line:
         )
 
     def _connect(self) -> None:
-        """Make a socket for a single connection. Dropping it also drops unsent messages, which another process at the
-        address must not get.
+        """Make a socket for a single connection. Unsent messages are dropped with the socket, because another process
+        at the address must not get these messages.
 
         ZMQ reconnects the socket after `RETRY_MS`. If the event loop is blocked for longer than `RETRY_MS` after a
         disconnect, unsent messages may still reach another process.
@@ -523,7 +525,9 @@ class Connection:
         self._line.send(protocol.encode(protocol.GetHealth(id=id)))
 
     async def _watch(self) -> None:
-        """Check the worker's health four times per timeout. Count only the intervals in which this event loop ran."""
+        """Check the worker's health four times per timeout. The timeout does not include intervals in which this event
+        loop did not run.
+        """
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
             self._silent_ticks = self._silent_ticks + 1 if self.calls else 0
@@ -540,8 +544,8 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """Send the pending calls when the worker first answers on a new connection. If the worker was restarted, the
-        calls that were sent to the old process fail instead.
+        """Send the pending calls when the worker first answers on a new connection. If the worker was restarted, calls
+        that were sent to the old process fail.
         """
         if self._worker is not None and worker.instance != self._worker.instance:
             self.calls.fail_sent(

@@ -44,7 +44,9 @@ class WorkerProcess:
         startup_timeout: float,
         command: tuple[str, ...] = WORKER_COMMAND,
     ) -> None:
-        """Start the child and wait until it is ready. Otherwise raise ConfigError, ModelError or WorkerFailedError."""
+        """Start the child and wait until it is ready. Raise ConfigError, ModelError or WorkerFailedError if the start
+        fails.
+        """
         self._folder: Path | None = None
         self._drain_seconds = worker.drain_seconds
         self._process = subprocess.Popen(
@@ -74,7 +76,7 @@ class WorkerProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit; kill it if it misses its deadline. No-op if it has ended."""
+        """Let the worker drain and exit, and kill it at the deadline. No-op if the worker has ended."""
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,7 +130,7 @@ class WorkerProcess:
 
 
 def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any) -> WorkerProcess:
-    """Start a worker that serves `model`. Return when it is ready.
+    """Start a worker that serves `model`, and return when the worker is ready.
 
     `settings`: settings of EngineConfig and WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
     `address="tcp://127.0.0.1:5555"`. `startup_timeout`: maximum number of seconds until the worker is ready. Raise

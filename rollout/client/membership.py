@@ -24,7 +24,7 @@ from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 MOST_FILE_BYTES = 2**21
-"""Maximum size of a fleet's file. This is enough for 1,024 workers, each with an error text."""
+"""Maximum size of a fleet's file, enough for 1,024 workers with an error text each."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
 
@@ -39,7 +39,7 @@ class Member:
     - `incarnation`: id of the worker's process, different for each replacement; empty if unknown.
     - `standing`: `serving` (may get requests), `joining` (does not have the fleet's weights yet) or `leaving` (ends
       once its requests have finished).
-    - `trouble`: why the last attempt to give the worker the fleet's weights failed; empty if it did not fail.
+    - `trouble`: why the last attempt to give the worker the fleet's weights failed; empty if the attempt succeeded.
     """
 
     name: str
@@ -80,9 +80,7 @@ class KeepsPush(Protocol):
     """A supervisor that records pushes, so that a replacement of a lost worker gets the right weights."""
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers now serve this push. If all workers are lost at once, this is the only record of the
-        push.
-        """
+        """Record that all workers now serve this push. If all workers are lost at once, no other record is left."""
         ...
 
 
@@ -108,7 +106,7 @@ class Addresses:
 
 
 class FleetFile:
-    """A membership that reads the members from the file of `write_members`."""
+    """A membership that reads the members from a file that `write_members` wrote."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -167,7 +165,7 @@ def _members_in(text: str) -> tuple[Member, ...]:
 def _member_of(entry: Any) -> Member:
     names = {field.name for field in fields(Member)}
     if not isinstance(entry, dict) or not entry.keys() <= names:
-        raise ValueError(f"a member must be a map of {', '.join(sorted(names))} (got {brief(entry)})")
+        raise ValueError(f"a member must be a map with the keys {', '.join(sorted(names))} (got {brief(entry)})")
     if not all(isinstance(value, str) for value in entry.values()):
         raise ValueError("a field of a member is not a string")
     if not (entry.get("name") and entry.get("address")):
@@ -189,7 +187,7 @@ def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> N
 class MembersFile:
     """The file of a fleet, written by the process that runs the fleet.
 
-    `is_stale`: True if the last write failed. The next call of `tell` then writes again.
+    `is_stale`: True if the last write failed. After a failed write, the next call of `tell` writes again.
     """
 
     def __init__(self, path: Path, mode: int) -> None:

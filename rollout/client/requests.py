@@ -39,7 +39,7 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, an invalid prompt gives an error instead.
+    """Return a message for each prompt. With `errors="return"`, an invalid prompt gives an error instead of a message.
 
     `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """

@@ -14,7 +14,7 @@ from typing import BinaryIO
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Does not block, even if the path is a pipe.
 
-    Raise OSError if the file cannot be opened, and ValueError if it is a pipe, a device or a folder.
+    Raise OSError if the file cannot be opened, and ValueError if the file is a pipe, a device or a folder.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -23,7 +23,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(file: BinaryIO, max_bytes: int) -> str:
-    """Return the text of a UTF-8 file. Raise ValueError if it has more than `max_bytes` or is not UTF-8."""
+    """Return the text of a UTF-8 file. Raise ValueError if the file has more than `max_bytes` or is not UTF-8."""
     content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")

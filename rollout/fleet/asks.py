@@ -34,8 +34,8 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 class Ask:
     """The messages to one worker on behalf of a request.
 
-    ¶ - `messages`: a single message for the whole request, with the key None; or a message for each missing sample, by
-    sample index
+    - `messages`: a single message for the whole request, with the key None; or a message for each missing sample, by
+      sample index
     - `prior`: the partial samples to continue, by index
     - `num_samples`: number of samples that the worker has sent
     - `is_lost`: whether the worker is lost or about to exit
@@ -55,8 +55,8 @@ class Ask:
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether the ask is for a whole request and the worker has sent all `n` samples. The next reply is the
-        end.
+        """Return whether the ask is for a whole request and the worker has sent all `n` samples. If so, the next reply
+        ends the request.
         """
         return None in self.messages and self.num_samples == n
 

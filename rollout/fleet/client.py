@@ -1,4 +1,4 @@
-"""The clients of a fleet. They have the calls of `RolloutClient`, but send them to many workers.
+"""The clients of a fleet, which send the calls of `RolloutClient` to many workers.
 
 Owns: what each call does with many workers. Does not own: the list of workers (`WorkerPool`), nor the execution of a
 request (`FleetRequest`). Imports neither torch nor ray.
@@ -48,16 +48,17 @@ class AsyncFleetClient(AsyncRolloutClient):
     - `fleet`: a `Fleet`, the file that a fleet writes, or the addresses of workers
     - `timeout`, `server_public_key`, `client_key`: see `RolloutClient`; used for each worker
     - `max_staleness`: maximum difference between the weight versions of the tokens in a group. A worker gets no
-      requests if its weights are older than the newest weights by more versions than this. If a push makes a group
-      exceed the limit, the group is restarted. `stream` raises StaleWeightsError instead if it has already yielded a
-      part of the group.
+      requests if its weights are more than `max_staleness` versions older than the newest weights. If a push makes a
+      group exceed `max_staleness`, the group is restarted. `stream` raises StaleWeightsError instead if it has already
+      yielded a part of the group.
     - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
-      of torch. The bits of a sample then depend on its worker. False raises ConfigError if workers differ.
+      of torch. With mixed kinds, the bits of a sample depend on its worker. Without mixed kinds, workers that differ
+      raise ConfigError.
     - `straggler_seconds`: a straggler is also sent to a second worker. A request is a straggler if it takes longer than
       `straggler_seconds` and, relative to its size, more than three times as long as the slowest recent request. None
       disables second workers.
-    - `patience`: maximum number of seconds to wait for a worker that can take a request. After that, the call raises
-      WorkerLostError.
+    - `patience`: maximum number of seconds to wait for a worker that can take a request. After this time, the call
+      raises WorkerLostError.
     - `while_connected`: see `AsyncRolloutClient`
     """
 
@@ -127,13 +128,13 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """See `AsyncRolloutClient.abort`. A request of another client is aborted on all workers."""
+        """See `AsyncRolloutClient.abort`. If a request belongs to another client, all workers are asked to abort it."""
         await self._pool.start()
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        # Validate the id and the index: this raises InvalidRequestError, and the message is not used.
+        # Raises InvalidRequestError for an invalid id or index. The message itself is not used.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)
@@ -187,7 +188,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a lifecycle call to all current members. Return the least ready state and the oldest weight version of
-        the workers. Raise the first error, other than the loss of a worker.
+        the workers. Raise the first error that is not the loss of a worker.
         """
         await self._pool.start()
         self._pool.follow()

@@ -22,7 +22,7 @@ DRAIN_SECONDS = 5.0
 
 
 MOST_WORKERS = 2**10
-"""Maximum number of workers. The list of this many workers fits into the fleet's file."""
+"""Maximum number of workers. The fleet's file has room for the entries of so many workers."""
 MOST_CONFIG_BYTES = 2**16
 """Maximum size of the TOML file, checked before it is parsed."""
 

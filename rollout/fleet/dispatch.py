@@ -18,7 +18,9 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Choose among the eligible workers. `version`: newest weight version of an eligible worker, or None."""
+    """Choose among the eligible workers. `version`: the newest weight version of the eligible workers; None if there
+    are no workers.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None

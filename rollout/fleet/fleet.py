@@ -1,4 +1,4 @@
-"""A fleet: keeps a number of workers with the same model running on a Ray cluster.
+"""Keep a fleet of workers with the same model running on a Ray cluster.
 
 Owns: the Ray cluster or the connection to a cluster, and the parts of the fleet: `Scaler`, `Keeper`, `Slots` and
 `FleetWeights`. Does not own: requests, which clients send to the workers directly.
@@ -51,18 +51,18 @@ class Fleet:
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes
     - `weights_folder`: a folder that all machines share; by default a folder on this machine. Joining workers read
-      their weights from this folder. If trainers push with the transport `disk`, let them push to this folder.
-      Otherwise a serving worker writes its weights to this folder when a worker joins.
+      their weights from this folder. If trainers push with the transport `disk`, let them push to this folder. With
+      other transports, a serving worker writes its weights to this folder when another worker joins.
     - `server_public_key`, `client_key`: keys for workers with named clients. The client needs the role `control`.
     - `startup_timeout`: maximum number of seconds until a placed worker is ready
     - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
     - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
     - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, without the
-      histograms of durations. 0 takes any free port; None disables the port.
+      histograms of durations. Port 0 takes any free port; None disables the metrics.
 
-    Raise ConfigError if a setting is unknown or invalid, ConfigError or ModelError if a worker cannot run with the
-    settings, and WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed during the
-    start and a worker cannot get the weights, raise the error of the failed hand-over.
+    Raise ConfigError if a setting is unknown or invalid. Raise ConfigError or ModelError if a worker cannot run with
+    the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed
+    during the start and a worker cannot get the weights, raise the error of the failed hand-over.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
@@ -112,7 +112,7 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Change the number of workers. Return when all workers serve and all surplus workers have left. A surplus
-        worker first finishes its requests. Hand-overs of weights that were given up are tried again.
+        worker first finishes its requests. If the fleet has given up on a hand-over of weights, it tries again.
 
         Raise the error of a worker that cannot start, or that cannot get the weights of the other workers. Raise
         IllegalStateError if more workers are requested while all are asleep, or if all workers were lost and no copy of
@@ -133,7 +133,7 @@ class Fleet:
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the metrics; None if they are disabled."""
+        """Port of the metrics; None if metrics are disabled."""
         return None if self._metrics is None else self._metrics.port
 
     def note_push(self, note: PushNote) -> None:

@@ -1,4 +1,4 @@
-"""The weights that the workers of a fleet must serve, and how a joining worker gets them.
+"""The weights that the workers of a fleet must serve, and how a joining worker gets these weights.
 
 Owns: the note of the last push that all workers committed, from any publisher, and the folder for hand-overs of
 weights. Does not own: when a worker joins (`Keeper`), or how often a hand-over is attempted (`Joining`).
@@ -56,7 +56,7 @@ class FleetWeights:
             version_file(self._file).unlink(missing_ok=True)
 
     async def note_served(self, client: AsyncRolloutClient, version: int | None) -> None:
-        """Record the push that a worker serves, if it is newer than the noted push."""
+        """Record the push that a worker serves, if this push is newer than the noted push."""
         if not self._is_newer(version):
             return
         num_notes = self._num_notes
@@ -71,7 +71,7 @@ class FleetWeights:
         return (version or 0) > (0 if self.noted is None else self.noted.version)
 
     def are_pushed_to(self, health: protocol.Health) -> bool:
-        """Return whether a push is bringing weights to a waiting worker now, or has just brought them."""
+        """Return whether a push is bringing weights to a waiting worker, or has just brought weights."""
         is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
         return health.push is not None or health.state == "updating" or not is_older
 
@@ -82,7 +82,7 @@ class FleetWeights:
         return await hand_over(client, peer, noted, self.folder, self._fleet, self._keys)
 
     async def are_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-        """Return whether two workers serve the same weights. If one of them does not answer, warn and return False."""
+        """Return whether two workers serve the same weights. If a worker does not answer, warn and return False."""
         try:
             return await have_the_same(client, peer)
         except TruerollError as error:

@@ -34,7 +34,7 @@ class GroupState:
     """The state of one request.
 
     `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples, 1 for a scoring request. `is_over`: whether
-    the end was returned. `setbacks`: losses and refusals of workers.
+    the request has ended. `setbacks`: losses and refusals of workers.
 
     The caller must deliver the replies that methods return, in order.
     """
@@ -55,7 +55,7 @@ class GroupState:
 
     def ask(self) -> Ask:
         """Return the ask for the next worker. If nothing has arrived yet, the ask is for the whole request. Otherwise
-        it is for the samples that are neither delivered nor aborted.
+        the ask is for the samples that are neither delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):
@@ -106,8 +106,8 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Return whether the reply is an aborted sample that the caller did not abort. In this case the worker may be
-        about to exit. `index`: see `take`.
+        """Return whether the reply is an aborted sample that the caller did not abort. A worker that is about to exit
+        may abort samples. `index`: see `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
             return False

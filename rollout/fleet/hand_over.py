@@ -1,4 +1,4 @@
-"""Hand the weights of a fleet to a joining worker: from the folder of a push by disk, or from another worker.
+"""Hand the weights of a fleet to a joining worker: from the folder of a `disk` push, or from another worker.
 
 Owns: the weights that a worker writes for a hand-over, until the hand-over ends. These weights are in the subfolder
 `joins` of a folder that all workers can reach. Promises: a worker never gets the weights of an earlier run from the
@@ -36,8 +36,8 @@ class WeightFolder:
     """A folder of `disk` pushes, to which workers may also write their weights.
 
     `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
-    only adapters, while no push in the folder has their base. The base cannot appear later, because it would belong to
-    an older push.
+    only adapters, while no push in the folder has the base of these adapters. Such a base cannot appear later, because
+    it would belong to an older push.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class WeightFolder:
     without_base: set[str] = field(default_factory=set, compare=False)
 
     def make(self) -> None:
-        """Create the folder. Raise ConfigError if weights cannot be written to it."""
+        """Create the folder. Raise ConfigError if weights cannot be written to the folder."""
         try:
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             (self.path / "joins").mkdir(exist_ok=True)
@@ -80,23 +80,27 @@ class WeightFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise PushError(f"weights_folder: cannot read {self.path} ({error.strerror}); correct the folder") from None
+            raise PushError(
+                f"weights_folder: cannot read {self.path} ({error.strerror}); check the permissions"
+            ) from None
 
     def new(self) -> Path:
-        """Create a new folder for the weights of one worker. Raise PushError if that fails."""
+        """Create a new folder for the weights of one worker. Raise PushError if the folder cannot be created."""
         folder = self.path / "joins" / secrets.token_hex(8)
         try:
             folder.mkdir(mode=0o755, parents=True)
         except OSError as error:
             raise PushError(
-                f"weights_folder: cannot create {folder} ({error.strerror}); correct the folder or free space"
+                f"weights_folder: cannot create {folder} ({error.strerror}); check the permissions and the free space"
             ) from None
         return folder
 
 
 @dataclass(frozen=True)
 class _Only:
-    """A membership with a single member: the worker at `address`. Empty once the worker has left `fleet`."""
+    """A membership with a single member: the worker at `address`. The membership is empty once this worker has left
+    `fleet`.
+    """
 
     fleet: Membership
     address: str
@@ -116,9 +120,9 @@ async def hand_over(
     """Give a worker the weights of the fleet: the weights of a peer or, without a peer, of the last noted push.
 
     `client`: client of the joining worker, which is a member of `fleet`. `peer`: client of a serving worker, or None.
-    `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves these
-    weights. Return False if no copy of the weights is left and the worker must wait for a push. Raise TruerollError if
-    the hand-over fails.
+    `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves the weights
+    of the fleet. Return False if no copy of the weights is left and the worker must wait for a push. Raise
+    TruerollError if the hand-over fails.
     """
     joining = _Only(fleet, client.address)
     own = await _weights(client)
@@ -160,7 +164,7 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
         return False
     try:
         _push(joining, path, folder, keys)
-    except OtherBaseError as error:  # the push has only adapters, and nothing has their base until the next push
+    except OtherBaseError as error:  # the push has only adapters, and their base is missing until the next push
         folder.without_base.add(push_id)
         log.warning("fleet: %s cannot be handed over: %s", path, error)
         return False
@@ -168,8 +172,8 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the folder of a push to the joining worker. If that fails, log the error and return False: a peer can write
-    the weights instead.
+    """Push the folder of a push to the joining worker. On failure, log the error and return False, so that a peer
+    writes the weights instead.
     """
     path = None
     try:
@@ -207,7 +211,7 @@ def _content_of(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError as error:
-        raise PushError(f"weights_folder: cannot read {folder} ({error.strerror}); correct the folder") from None
+        raise PushError(f"weights_folder: cannot read {folder} ({error.strerror}); check the permissions") from None
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:

@@ -14,12 +14,14 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` latest are always kept."""
+    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used beginnings are always
+    kept.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # The holders of each beginning. `_newer` has the latest beginnings, and `_older` has earlier ones. Beginnings
-        # share tuples, because a container per beginning would trigger full garbage collections too often.
+        # The holders of each beginning. `_newer` has the latest beginnings, and `_older` has earlier beginnings.
+        # Beginnings share tuples, because a container per beginning would trigger full garbage collections too often.
         self._newer: dict[int, Holders] = {}
         self._older: dict[int, Holders] = {}
 

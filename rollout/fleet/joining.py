@@ -28,9 +28,11 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. The cause is the weights folder: its space or content."""
+"""Number of refused attempts after which the fleet gives up. An attempt is refused because of the weights folder: its
+free space or its content.
+"""
 MOST_FAILURES = 20
-"""Number of transient failures after which the fleet gives up. An example of a cause is a lost or sleeping peer."""
+"""Number of transient failures after which the fleet gives up. A lost or sleeping peer causes a transient failure."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 

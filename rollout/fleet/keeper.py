@@ -1,4 +1,4 @@
-"""Keep a worker running in each slot of a fleet, and give it the weights that the other workers serve.
+"""Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
 Owns no state: each slot holds the state of its worker. Promises: a worker that ends, hangs or fails is replaced. The
 first replacement starts soon. If replacements keep failing, the pauses before the next replacement grow. A worker
@@ -24,7 +24,9 @@ from .slots import Slot, Slots
 LOOK_SECONDS = 0.5
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that ran for longer than this is replaced after `FIRST_PAUSE`. Otherwise the pause doubles each time."""
+"""A worker that ran for longer than this is replaced after `FIRST_PAUSE`. The pause doubles each time a worker runs for
+a shorter time.
+"""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class Keeper:
         self._hang_seconds = config.hang_seconds
 
     async def keep(self, slot: Slot) -> None:
-        """Keep a worker in this slot, and replace it whenever it is lost, until the slot leaves."""
+        """Keep a worker in this slot, and replace the worker whenever it is lost, until the slot leaves."""
         pause = FIRST_PAUSE
         while True:
             while slot.num_starts and self._slots.are_asleep:
@@ -111,7 +113,7 @@ class Keeper:
             slot.first_error = ConfigError(f"fleet: Ray refuses these settings: {said(error)}; correct them")
 
     async def _watch(self, slot: Slot, worker: RunningWorker) -> None:
-        """Let a worker join, then check its health again and again. Raise TruerollError when the worker is lost."""
+        """Let a worker join, then check its health repeatedly. Raise TruerollError when the worker is lost."""
         while True:
             if not worker.is_serving and not slot.is_leaving:
                 await self._join(slot, worker)

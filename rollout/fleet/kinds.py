@@ -34,7 +34,9 @@ class Kinds:
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:
-        """Find the workers that are not of the fleet's kind. If no worker is of this kind, select another kind."""
+        """Find the workers that are not of the fleet's kind. If no worker is of the fleet's kind, select another kind
+        for the fleet.
+        """
         if self._are_mixed:
             return
         kinds = {link: kind for link in links if (kind := _kind(link)) is not None}

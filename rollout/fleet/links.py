@@ -23,7 +23,7 @@ _ENDING: frozenset[State] = frozenset({"draining", "failed"})
 class Link:
     """A worker, its client, and its last health report.
 
-    - `health`: the last report; None before the first
+    - `health`: the last report; None before the first report
     - `is_silent`: the worker did not answer the last health check or request
     - `is_gone`: the worker is no longer a member, and its client is closed
     - `is_refusing`: the worker refused a request because of its state, and has not yet reported that it is ready again

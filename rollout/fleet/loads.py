@@ -63,12 +63,12 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` and each worker, uint64 [num_workers]. The next call overwrites the array."""
+        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call overwrites the array."""
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def idlest(self, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure; skip workers in `avoid`. None if no worker is left."""
+        """Return the worker with the least pressure that is not in `avoid`; None if there is no such worker."""
         places = self.pressure.argsort(kind="stable") if avoid else [self.pressure.argmin()]
         return next((worker for place in places if (worker := self.workers[place]).name not in avoid), None)
 
@@ -99,7 +99,7 @@ class Loads:
         return gone
 
     def gather(self) -> Rows:
-        """Return the rows of all workers. They are rebuilt if workers were added or removed."""
+        """Return the rows of all workers. The rows are rebuilt if workers were added or removed."""
         if self._is_stale:
             self.rows, self._is_stale = Rows(self.workers.values()), False
         return self.rows

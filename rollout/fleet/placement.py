@@ -12,14 +12,14 @@ conversation, find their prefix in the worker's cache.
 
 If no beginning of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar
 1998). The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same
-two workers, and a joining or leaving worker does not change the order of the others. Beginnings that more than half the
-fleet holds are treated as unknown, because they favor no particular worker.
+two workers, and a joining or leaving worker does not change the order of the other workers. Beginnings that more than
+half the fleet holds are treated as unknown, because they favor no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
 all other workers must be avoided. If all holders of the longest known beginning are full, holders of shorter beginnings
 are tried, and then workers by rank. So a popular beginning spreads over as many workers as its load needs. If a
-beginning has several holders, a few of these are compared, and the least loaded gets the group (the power of two
+beginning has several holders, a few holders are compared, and the least loaded holder gets the group (the power of two
 choices: Mitzenmacher 2001).
 
 Promises:
@@ -143,7 +143,7 @@ class Placement:
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
-        """Forget all beginnings. Call it after a push of weights."""
+        """Forget all beginnings. Call this method after a push of weights."""
         self._index.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:
@@ -193,8 +193,8 @@ class Placement:
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure among a few holders from position `start` on; None if all of them
-        are full or must be avoided.
+        """Return the worker with the least pressure among a few holders from position `start` on; None if all these
+        holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):

@@ -38,9 +38,9 @@ _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 class LocalAccess:
     """The private folder of a local cluster, and the environment that keeps other users out of the cluster.
 
-    `temp_dir`: value of `_temp_dir` for `ray.init`. This is a subfolder of the private folder, because Ray changes the
-    mode of its own folder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster;
-    None until it runs.
+    `temp_dir`: value of `_temp_dir` for `ray.init`, a subfolder of the private folder. Ray changes the mode of the
+    subfolder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster; None until
+    it runs.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LocalAccess:
 
         By default, Ray gives a local cluster the IP of the machine, and ignores `_node_ip_address`. If multi-machine
         clusters are disabled, Ray binds its ports to 127.0.0.1 instead. The port for the autoscaler's metrics does not
-        require a token, so it is set to a number that cannot be opened.
+        require a token, so this port is set to a number that cannot be opened.
         """
         from ray._private import ray_constants
 
@@ -125,7 +125,7 @@ def is_loopback(ip: str) -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the cluster at `address` requires a token. To find out, a child process connects without a token.
+    """Return whether the cluster at `address` requires a token. A child process tries to connect without a token.
     `auto` means the cluster that Ray finds. Raise ConfigError if there is no clear answer, for example because no
     cluster runs.
     """
@@ -150,9 +150,9 @@ def asks_for_token(address: str) -> bool:
 
 
 def reachable_ip(node_ip: str) -> str:
-    """Return the IP at which other machines can reach this machine. `node_ip`: the IP that Ray has for this node,
-    returned if it is not a loopback IP. Otherwise return the IP of the interface with the default route, or `node_ip`
-    if there is no default route.
+    """Return the IP at which other machines can reach this machine. Return `node_ip`, the IP that Ray has for this
+    node, unless it is a loopback IP. Instead of a loopback IP, return the IP of the interface with the default route.
+    Without a default route, return `node_ip`.
     """
     if not is_loopback(node_ip):
         return node_ip

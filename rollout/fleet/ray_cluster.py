@@ -36,12 +36,12 @@ _RAYLET = "RAY_RAYLET_PID"
 
 @contextmanager
 def _outliving_its_raylet() -> Iterator[None]:
-    """Context manager for the import of Ray. It prevents Ray from ending this process when a raylet ends.
+    """Context manager for the import of Ray that prevents Ray from ending this process together with a raylet.
 
-    On import, Ray reads a process id from an environment variable, and ends the importing process when that process
-    ends. For Ray's own worker processes, the variable has the id of the raylet. If the variable is unset and the parent
-    is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. A fleet that was started
-    by a service manager would be such an orphan. So the variable is set to the id of this process.
+    On import, Ray reads the id of a process from an environment variable. When this process ends, Ray ends the
+    importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is unset
+    and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. A fleet
+    that was started by a service manager would be such an orphan. So the variable is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -112,7 +112,7 @@ class Cluster:
         except Exception as error:  # Ray has no specific exception for a cluster that cannot be joined
             _shut_down()
             raise ConfigError(
-                f"fleet: cannot join a Ray cluster at {address}: {error}; start one, or leave ray_address out"
+                f"fleet: cannot join a Ray cluster at {address}: {error}; start a cluster, or leave ray_address out"
             ) from None
 
     def _check_authentication(self, address: str) -> None:
@@ -195,8 +195,8 @@ class Cluster:
             return False
 
     async def reconnect(self) -> None:
-        """Join the cluster again after the node was lost, or start another local cluster. Raise ConfigError if that
-        fails.
+        """Join the cluster again after the node was lost, or start another local cluster. Raise ConfigError if Ray
+        cannot connect.
         """
         self._is_reconnecting = True
         await asyncio.to_thread(self._reconnect)
@@ -211,7 +211,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster; end it if it is local. If other code in this process joined the cluster, stay in it."""
+        """Leave the cluster; end it if it is local. Stay if other code in this process has joined the cluster."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -224,7 +224,7 @@ def _keeping_sigterm() -> Iterator[None]:
     """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and Python can
     change signal handlers only in the main thread.
     """
-    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction; Python does not know its size
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a C struct sigaction, of unknown size
     libc.sigaction(signal.SIGTERM, None, action)
     try:
         yield
@@ -294,7 +294,8 @@ class WorkerActor:
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
         """Wait until the cluster has room, start the worker, and return its address. Without keys, the address is an
-        ipc address at `socket`. Raise the worker's error if it cannot run, and WorkerLostError if the actor dies.
+        ipc address at `socket`. Raise the worker's error if the worker cannot run, and WorkerLostError if the actor
+        dies.
         """
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
@@ -321,7 +322,7 @@ class WorkerActor:
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once. Its worker notices this and ends, too."""
+        """End the actor at once. The actor's worker then ends, too."""
         if self._cluster.is_there:
             with suppress(RayError, RuntimeError, ValueError):
                 ray.kill(self._actor, no_restart=True)

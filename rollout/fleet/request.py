@@ -33,8 +33,8 @@ SLOWNESS = 3.0
 
 @dataclass(eq=False)
 class _Attempt:
-    """An ask to one worker. `since`: the time at which the ask was sent, in monotonic seconds. `is_last`: whether an
-    answer to this ask ended the request.
+    """An attempt to run the request: an ask to one worker. `since`: the time at which the ask was sent, in monotonic
+    seconds. `is_last`: whether an answer to this ask ended the request.
     """
 
     ask: Ask
@@ -112,7 +112,7 @@ class FleetRequest:
             await self._give_up()
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
-        """If the request is a straggler and another worker is eligible, ask the other worker as well for the missing
+        """If the request is a straggler and another worker is eligible, also ask the other worker for the missing
         samples. Return whether another worker was asked. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
@@ -141,7 +141,7 @@ class FleetRequest:
         self._put(self._state.fail(error))
 
     async def _ask_somebody(self) -> None:
-        """Choose a worker and ask it. Raise TruerollError if no worker can be asked."""
+        """Choose a worker, and send the next ask. Raise TruerollError if no worker can be asked."""
         self._put(self._state.settle())
         if self._state.is_over:
             return
@@ -152,7 +152,7 @@ class FleetRequest:
             self._ask(link, placed)
 
     async def _place(self) -> tuple[Link, Placed]:
-        """Choose a worker, and wait for one if necessary. Raise TruerollError if all workers refuse the request, or if
+        """Choose a worker. If no worker is eligible, wait. Raise TruerollError if all workers refuse the request, or if
         the wait exceeds `patience`.
         """
         setbacks = self._state.setbacks
@@ -211,7 +211,7 @@ class FleetRequest:
                 task.cancel()
 
     def _end_attempt(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of an attempt. Raise its error, if it failed."""
+        """Handle the end of an attempt. If the attempt failed, raise its error."""
         attempt = self._attempts.pop(task)
         attempt.release(self._pool.dispatch)
         if not task.cancelled():
@@ -224,7 +224,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Cancel all attempts. This aborts the request at all workers."""
+        """Cancel all attempts, which aborts the request at all workers."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)

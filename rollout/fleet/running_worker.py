@@ -32,8 +32,8 @@ class RunningWorker:
     """A running worker.
 
     `socket`: socket file of the worker, which a killed worker leaves behind. `pids`: process ids of the actor and of
-    the worker. `member`: the entry for clients; None before the first answer. `health`, `stats`: last reports; None
-    before the first report.
+    the worker. `member`: the worker's entry in the list of members; None before the first answer. `health`, `stats`:
+    last reports; None before the first report.
     """
 
     def __init__(self, actor: WorkerActor, socket: Path, client: AsyncRolloutClient, pids: tuple[int, int]) -> None:
@@ -92,7 +92,7 @@ class Launcher:
         self._folder = folder
 
     async def launch(self, name: str) -> RunningWorker:
-        """Start a worker on any machine with room. Raise the worker's error if it cannot run."""
+        """Start a worker on any machine with room. Raise the worker's error if the worker cannot run."""
         from .ray_cluster import WorkerActor
 
         config = self._config

@@ -82,8 +82,8 @@ class Samples:
         return [replace(piece, start=start)]
 
     def cut(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Keep a partial sample, so that another worker can continue it. If not all its tokens were shown, return a
-        piece with all tokens. `ask`: the ask of the sample; None if pieces of this ask are not shown.
+        """Keep a partial sample, so that another worker can continue it. If some tokens were not shown yet, return a
+        piece with all tokens of the sample. `ask`: the ask of the sample; None if pieces of this ask are not shown.
         """
         self.parts[sample.index] = protocol.sample_output(sample)
         return [] if ask is None else self._show_whole(ask, sample)

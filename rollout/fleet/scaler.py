@@ -1,4 +1,4 @@
-"""Change the number of workers of a fleet, and replace all of them when the Ray cluster is lost.
+"""Change the number of workers of a fleet, and replace all workers when the Ray cluster is lost.
 
 Owns: one task per slot, which keeps a worker running in the slot. The task starts when `scale` adds the slot, and ends
 when `scale` dismisses the slot. Promises: a leaving worker may finish its requests. A lost cluster is joined or started
@@ -112,7 +112,7 @@ class Scaler:
             )
 
     async def _dismiss(self, slot: Slot) -> None:
-        """Let a worker finish its requests, end it, and remove its slot."""
+        """Let a worker finish its requests, end the worker, and remove its slot."""
         self._slots.stand(slot, "leaving")
         await asyncio.sleep(SETTLE_SECONDS)
         deadline = time.monotonic() + self._drain_timeout
@@ -128,7 +128,7 @@ class Scaler:
 
 
 async def reconnect(cluster: Cluster) -> None:
-    """Join a lost cluster again, or start it again. Retry until that succeeds, with growing pauses."""
+    """Join a lost cluster again, or start it again. Retry with growing pauses until the connection succeeds."""
     pause = FIRST_PAUSE
     while True:
         try:

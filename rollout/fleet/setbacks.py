@@ -1,4 +1,4 @@
-"""The losses and refusals of a request, and the workers that must not be asked next because of them.
+"""The losses and refusals of a request, and the workers that must not get the request next.
 
 Pure: no clock, no I/O. Callers pass the number of health checks of each worker.
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from trueroll.errors import QueueFullError, TruerollError, UnavailableError, WorkerLostError
 
 MOST_LOSSES = 5
-"""Maximum number of workers that a request may be lost with. After more losses the request fails, because it may be the
-cause.
+"""Maximum number of workers that may be lost while they run the same request. After more losses the request fails,
+because it may be the cause.
 """
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at that time. The next health
-    check voids the refusal, even if its report is the same as before: the worker may have been full only between the
-    two checks.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at the time of the refusal.
+    The next health check voids the refusal, even if the report has not changed. The worker may have been full only
+    between the two checks.
     """
 
     error: TruerollError

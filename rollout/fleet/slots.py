@@ -1,7 +1,7 @@
 """The slots of a fleet, their current workers, and the list of members for clients and publishers.
 
-Owns: the list of members, and the file that contains it. Does not own: what happens to a worker (`Keeper`), or the
-number of slots (`Scaler`).
+Owns: the list of members, and the file with this list. Does not own: what happens to a worker (`Keeper`), or the number
+of slots (`Scaler`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Slot:
     """A slot of the fleet, and its current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
-    once a worker runs. `waits_since`: number of `scale` calls at the last hand-over, if no copy of the weights is left
-    and the worker waits for a push; else None.
+    once a worker runs. `waits_since`: None, unless the worker waits for a push because no copy of its weights is left.
+    Then it is the number of `scale` calls at the last hand-over.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Slots:
 
     @property
     def are_asleep(self) -> bool:
-        """Return whether all serving workers are asleep. If so, lost workers are not replaced, so that the trainer can
-        use the memory.
+        """Return whether all serving workers are asleep. While all are asleep, lost workers are not replaced, so that
+        the trainer can use the memory.
         """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
         return bool(states) and all(state == "asleep" for state in states)

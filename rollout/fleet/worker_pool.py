@@ -101,9 +101,9 @@ class WorkerPool:
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError at
-        `deadline`, in monotonic seconds. `avoid`: function that returns the keys of workers that must not be chosen
-        now. `patience`: the whole wait in seconds, for the error text.
+        """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
+        worker was found before `deadline`, in monotonic seconds. `avoid`: function that returns the keys of workers
+        that must not be chosen now. `patience`: the whole wait in seconds, for the error text.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -159,7 +159,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # then the other workers have the new version now or soon
+                is_new = version != self.dispatch.version  # the other workers have the new version now, or soon
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()

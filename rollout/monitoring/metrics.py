@@ -99,7 +99,7 @@ class MetricsServer:
         log.info("metrics on http://%s:%d/metrics", HOST, self.port)
 
     def close(self) -> None:
-        """Stop listening and close every connection. No thread and no descriptor remains."""
+        """Stop listening and close every connection. All threads end, and all descriptors are closed."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

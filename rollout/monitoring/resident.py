@@ -16,7 +16,7 @@ PERIOD_SECONDS = 1.0
 
 
 class ResidentMemory:
-    """The resident memory of the process that creates it. Any thread may use it.
+    """The resident memory of the process that creates the object. Thread-safe.
 
     Raise OSError if `/proc/self/statm` cannot be read.
     """

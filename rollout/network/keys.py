@@ -3,9 +3,9 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- On a TCP port on loopback, worker and clients use the keys in a private file of their common user, because any user of
-  the machine can reach the port. The file is created on first use.
-- With `curve_secret_key_file` and `clients_file`, on any address, each client has a name and a role.
+- On a TCP port on loopback, worker and clients use the keys in a private file of their common user. Keys are needed
+  because any user of the machine can reach the port. The file is created on first use.
+- With `curve_secret_key_file` and `clients_file`, each client has a name and a role. This works on any address.
 
 Does not own sockets. Secrets leave this module only as socket options.
 """
@@ -234,7 +234,7 @@ def _check_key(what: str, key: str) -> None:
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
     """Return the public and the secret key in a file of `zmq.auth.create_certificates`.
 
-    Raise ConfigError if other users can read the file, or if it does not contain a valid pair of keys.
+    Raise ConfigError if other users can read the file, or if the file does not contain a valid pair of keys.
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o077)
@@ -274,7 +274,7 @@ class _OwnKeys:
             own = cls(**json.loads(_read_private(file)))
             for key in astuple(own):
                 if not isinstance(key, str) or not _is_key(key):
-                    raise ValueError("a value that is not a key")
+                    raise ValueError("a value is not a key")
             return own
 
     @classmethod

@@ -41,7 +41,7 @@ MAX_SILENT = 64
 message, up to the maximum length.
 """
 MAX_AHEAD_BYTES = 2**26
-"""Maximum number of bytes that a TCP connection may have sent in addition to its received messages."""
+"""Maximum number of bytes sent on a TCP connection that are not part of a received message."""
 LOOK_SECONDS = 0.5
 """Interval between checks of TCP connections."""
 _MESSAGE_BYTES = 42
@@ -66,8 +66,8 @@ class Gate:
       have not sent a message. Beyond a limit, a new connection replaces the oldest silent connection. So a peer that
       opens connections without authentication cannot exhaust the descriptors of the process, and cannot lock out other
       clients.
-    - If a TCP connection has sent more than `MAX_AHEAD_BYTES` in addition to its received messages, it is closed within
-      about `LOOK_SECONDS`. Such a client sends faster than the worker receives, or sends an endless message.
+    - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes are not part
+      of a received message. Such a client sends faster than the worker receives, or sends an endless message.
 
     ZMQ provides incomplete information about connections. Each message has the descriptor of its connection. If there
     are keys, each message also has the number of its connection. The authenticator numbers connections in ascending
@@ -98,7 +98,7 @@ class Gate:
 
     @property
     def monitor(self) -> Any:
-        """The socket to poll. Call `follow` when it is readable."""
+        """The socket to poll. Call `follow` when the socket is readable."""
         return self._monitor
 
     def follow(self) -> None:
@@ -124,7 +124,7 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close TCP connections that have sent too many bytes in addition to their received messages."""
+        """Close TCP connections with too many bytes that are not part of a received message."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -139,7 +139,7 @@ class Gate:
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
         """Record a message of `num_bytes` from the connection with this identity and number.
 
-        Return whether the connection is still open. For the limits of this answer, see the class.
+        Return whether the connection is still open. The class describes when the answer may be wrong.
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
             self.follow()  # the connection may be new, may have ended, or may have chosen this identity
@@ -159,7 +159,7 @@ class Gate:
         return number > newest
 
     def close(self) -> None:
-        """Stop the monitor. Call this before closing the socket."""
+        """Stop the monitor. Call this method before closing the socket."""
         self.follow()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
@@ -177,7 +177,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. `follow` forgets it once the monitor reports its end."""
+        """Shut down a connection. `follow` forgets the connection once the monitor reports its end."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -276,7 +276,7 @@ class Outboxes:
         return not box.is_dropped
 
     def _largest(self) -> bytes:
-        """Return the identity with the largest box of the user with the most queued bytes."""
+        """Find the user with the most queued bytes. Return the identity of this user with the largest box."""
         totals: Counter[object] = Counter()
         for identity, box in self._boxes.items():
             totals[self._user_of(identity)] += box.num_bytes
@@ -494,7 +494,7 @@ class Router:
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
     """Return a message's frames. The first and the last frame are copied, and the frames between are empty bytes.
 
-    A message of more than one frame is invalid, so its frames, which may be many, need not be copied.
+    A message of more than one frame is invalid and may have many frames, so these are not copied.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 

@@ -5,7 +5,7 @@ through `from_client` or `from_worker`. Both functions reject missing, unknown, 
 other modules see only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
-this module knows which message field has which column of `engine.request`.
+this module maps the columns of `engine.request` to message fields.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _check_completeness(frame: bytes) -> None:
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook for decoded maps and arrays. It raises ValueError once there are more than `limit` elements in
-    total.
+    """Return a hook for decoded maps and arrays. The hook raises ValueError once there are more than `limit` elements
+    in total.
 
     Each map and each array is also an element.
     """
@@ -165,7 +165,7 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """Return the id of an unchecked message, for the error that rejects it; None if there is no valid id.
+    """Return the id of an unchecked message, for the error that rejects the message; None if there is no valid id.
 
     To bound the cost, only the first `_ID_WITHIN_BYTES` bytes are searched.
     """
@@ -221,7 +221,7 @@ def num_listed(message: Carrier) -> int:
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Return the message fields with the columns `content`. Listed columns have `k` elements per token."""
+    """Convert columns to message fields. `content`: columns as bytes. `k`: elements per token in listed columns."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
 
@@ -237,7 +237,7 @@ def columns_within(message: Carrier) -> Columns:
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
-    """Return the message fields with `columns`."""
+    """Convert columns to message fields."""
     content = {
         column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
     }

@@ -219,7 +219,7 @@ class SaveWeights(Message):
 
 
 class GetChecksums(Message):
-    """Request the checksums of the served weights. The engine computes them between two steps."""
+    """Request the checksums of the served weights. The engine computes the checksums between two steps."""
 
     type: Literal["checksums"] = "checksums"
     id: Id
@@ -306,7 +306,9 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens of unfinished samples for `caller`, since its last `Deltas`. Covers all its requests with `deltas`."""
+    """New tokens of unfinished samples, since the last `Deltas`. One message covers all requests of `caller` with
+    `deltas`.
+    """
 
     type: Literal["deltas"] = "deltas"
     samples: tuple[Delta, ...]

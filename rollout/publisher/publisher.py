@@ -92,7 +92,7 @@ class WorkerClients:
     """A client for each worker at `addresses`. Implements `PushTargets`. A position is an index into `addresses`.
 
     `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the fleet that the
-    workers belong to; None if they belong to no fleet.
+    workers belong to; None without a fleet.
     """
 
     def __init__(
@@ -119,7 +119,9 @@ class WorkerClients:
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Return the workers at these positions. They share the clients of this object, and are closed with it."""
+        """Return the workers at these positions. The returned workers share the clients of this object, and are closed
+        with this object.
+        """
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)
         chosen._clients = [self._clients[position] for position in positions]
@@ -142,7 +144,8 @@ class WorkerClients:
     ) -> Future[list[protocol.PushStatus]]:
         """Send each worker its own call, or send all workers the same call.
 
-        The future returns the replies in the order of the workers. It raises WorkerFailure as soon as a worker fails.
+        The future returns the replies in the order of the workers. The future raises WorkerFailure as soon as a worker
+        fails.
         """
         each = calls if isinstance(calls, Sequence) else [calls] * len(self.addresses)
         return self._thread.submit(self._ask_until_failure(what, each, timeout))
@@ -197,7 +200,7 @@ class WorkerClients:
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Close the clients of workers that have left the fleet, so that no call waits for them.
+        """Close the clients of workers that have left the fleet, so that no call waits for these workers.
 
         A fleet notices the end of a worker sooner than a client does.
         """
@@ -236,23 +239,23 @@ class WeightPublisher:
     else.
 
     - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
-      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` then
-      uses CUDA IPC if trainer and workers use the same GPU. `collective` then uses NCCL, and requires a separate GPU
-      for the trainer and for each worker. Otherwise, and with `sparse`, the weights are copied through host memory, and
-      `collective` uses gloo.
+      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` uses
+      CUDA IPC if trainer and workers are on the same GPU. `collective` uses NCCL, and requires a separate GPU for the
+      trainer and for each worker. In all other cases, and with `sparse`, the weights are copied through host memory,
+      and `collective` uses gloo.
     - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time in which a worker reads the
       folder.
     - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
       pushes. A new folder gets mode 0700; an existing folder keeps its mode.
     - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. The traffic is
       neither encrypted nor authenticated.
-    - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. The
-      trainer then keeps a copy of the weights.
+    - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
+      `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
       `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests with their tokens
       so far.
-    - `in_place`: write into the live weights, for workers without memory for a second copy. After a failed push, these
-      workers generate nothing until a push succeeds.
+    - `in_place`: write into the live weights, for workers without memory for a second copy. After a failed `in_place`
+      push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
     - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model. `raise` fails
       the push. `skip` pushes to the other workers only, and includes the worker again once it is back.
@@ -280,7 +283,7 @@ class WeightPublisher:
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
         _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 and at most 86400 seconds", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 and at most 86400 seconds", drain_timeout)
-        _check((folder is None) == (transport != "disk"), "folder", "given if transport is disk, and only then", folder)
+        _check((folder is None) == (transport != "disk"), "folder", "set for disk, else None", folder)
         _check(host is None or transport == "collective", "host", f"None for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
@@ -342,7 +345,7 @@ class WeightPublisher:
         - `allow_older`: accept any version. Samples from different weights may then have the same version.
         - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
-          verify this, but miss changes to a frozen weight through `.data`.
+          verify the other weights, but miss changes to a frozen weight through `.data`.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
@@ -383,7 +386,7 @@ class WeightPublisher:
         Return None if all workers serve the last push. Raise ConfigError before the first push, and for `disk` (call
         `push_folder` instead). Raise PushError as `push` does.
         """
-        _check(self._transport != "disk", "restore", "called for shared or collective; call push_folder", "disk")
+        _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
@@ -432,7 +435,7 @@ class WeightPublisher:
     def _wait_for_late_ones(self, push_id: str) -> None:
         """Wait until this push has reached every worker that serves in the fleet.
 
-        A worker that began to serve during the push has older weights until the fleet detects this.
+        A worker that began to serve during the push has older weights until the fleet hands it the new weights.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:

@@ -59,7 +59,7 @@ class ModelError(TruerollError):
 
 
 class InvalidRequestError(TruerollError):
-    """A request is invalid and can never be served. No part of it was started."""
+    """A request is invalid and can never be served. No part of the request was started."""
 
     code = "invalid_request"
 
@@ -95,14 +95,14 @@ class QueueFullError(TruerollError):
 
 
 class UnreadError(TruerollError):
-    """The client did not read its replies, so the worker dropped them. Send the request again."""
+    """The client did not read its replies, so the worker dropped the replies. Send the request again."""
 
     code = "unread"
 
 
 class ForbiddenError(TruerollError):
-    """The client's role or connection does not allow this call, its key is unknown, or the worker belongs to another
-    user.
+    """The client's role or connection does not allow this call. Also raised if the client's key is unknown, or if the
+    worker belongs to another user.
     """
 
     code = "forbidden"
@@ -133,7 +133,7 @@ class DeadlineError(TruerollError):
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or aborted. The text says why, and names the tensor if one is at fault.
+    """A push of weights was refused or aborted. The text names the cause, and the tensor if a tensor is the cause.
 
     `lost`: addresses of the lost workers, if lost workers are the cause.
     """

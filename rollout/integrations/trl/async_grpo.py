@@ -145,7 +145,7 @@ class TruerollWorker:
             raise DeadlineError(f"rollouts: a reward function did not return within {STOP_SECONDS} s; make it return")
 
     def update_model_version(self, model_version: int) -> None:
-        """Record that the trainer has pushed this version."""
+        """Record that the trainer has pushed `model_version`."""
         self._model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:

@@ -38,9 +38,9 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
     """Return a function for `GRPOTrainer(rollout_func=...)` that generates with a worker and pushes after each update.
 
     `client`, `publisher`: connected to the same worker. TRL's loss does not use the log-probs that the function
-    returns. It uses the worker's log-probs only with `trueroll_generation`. The function raises ConfigError for a
-    trainer with several processes and for settings that a worker does not support, and WeightsError for samples from
-    other weights.
+    returns. The loss uses the worker's log-probs only with `trueroll_generation`. The function raises ConfigError for a
+    trainer with several processes and for settings that a worker does not support. The function raises WeightsError for
+    samples from other weights.
     """
     pushed_state, pushed_version = None, 0
 
@@ -108,7 +108,7 @@ class TruerollGeneration:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights. TRL calls this before it generates, if it has updated them."""
+        """Push the trainer's weights. If the weights have changed, TRL calls this method before it generates."""
         self._version += 1
         model = self._accelerator.unwrap_model(self._model)
         # The worker may serve a version of an earlier trainer, which also counted from 1.
@@ -119,9 +119,9 @@ class TruerollGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
 
-        Return four values: the prompts; the token ids [B][T], where T is the length of each sample; the log-probs
-        [B][T][1], because vLLM can return several log-probs per position; and None for the token ids of the additional
-        log-probs.
+        Return (prompts, token ids, log-probs, None). The token ids are [B][T], where T is the length of each sample.
+        The log-probs are [B][T][1], because vLLM can return several log-probs per position. None stands for the token
+        ids of the additional log-probs.
         """
         if images is not None:
             raise ConfigError("prompts: images are not supported; remove them")
@@ -145,7 +145,7 @@ def _sample_each(
     """Return one sample for each prompt, from weights of `version`.
 
     Equal adjacent prompts form one group. The seed of each group comes from torch's random number generator, so the
-    seeds depend on TRL's seed, and their sequence continues when training resumes from a checkpoint.
+    seeds depend on TRL's seed. The sequence of seeds continues when training resumes from a checkpoint.
     """
     runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
     seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()

@@ -56,7 +56,7 @@ class TruerollAdapter(BaseRollout):
         """Push whole tensors with their Hugging Face names.
 
         The version is `global_steps` + 1, because version 0 is the checkpoint. Without `global_steps`, the push
-        restores the weights that the worker dropped for a sleep, with their old version.
+        restores the weights that the worker dropped when it went to sleep, with their old version.
         """
         _check_kind(wire_format, peft_config)
         server = await self._server()
@@ -86,7 +86,9 @@ def _check_kind(wire_format: str, peft_config: Any) -> None:
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs on another thread. Create them on the thread of `loop`, which has verl's device and groups."""
+    """Yield the pairs on another thread. The pairs are created on the thread of `loop`, which has verl's device and
+    groups.
+    """
     pairs = ensure_async_iterator(weights)
 
     async def take() -> tuple[str, torch.Tensor] | None:

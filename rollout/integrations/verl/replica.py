@@ -29,7 +29,7 @@ class TruerollReplica(RolloutReplica):
             )
 
     async def launch_servers(self) -> None:
-        """Start the server and return when its worker is ready. Raise the worker's error if it does not start."""
+        """Start the server and return when its worker is ready. Raise the error of a worker that cannot start."""
         [trainer] = self.workers
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()

@@ -69,14 +69,14 @@ class TruerollServer:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Record that the worker serves this version. New requests require weights of at least this version."""
+        """Record that the worker serves `version`. New requests require weights of at least this version."""
         self._version = version
         self._asked.clear()
 
     async def generate(
         self, request_id: str, prompt_ids: Any, sampling_params: dict[str, Any], **media: Any
     ) -> TokenOutput:
-        """Generate one sample of a prompt of token ids. While the gate is closed, wait or return an empty sample.
+        """Generate one sample for the prompt `prompt_ids`. While the gate is closed, wait or return an empty sample.
 
         Raise InvalidRequestError for images and other media, and for parameters that a worker does not support. Raise
         StaleWeightsError if the worker was restarted.
@@ -133,7 +133,7 @@ class TruerollServer:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End all requests with their tokens so far. Start no new requests until `resume_generation`.
 
-        Until then, new requests wait. With `reject_request`, new requests return empty samples instead.
+        New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead.
         """
         self._gate.clear()
         self._rejects = reject_request

@@ -40,8 +40,8 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's number of
     workers.
 
-    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. These settings
-    override all others. Raise ConfigError if the device does not allow this number of workers.
+    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. Settings in
+    `engine_kwargs.trueroll` override all others. Raise ConfigError if the device does not allow this number of workers.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -89,7 +89,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Return the maximum number of new tokens. Remove it from `fields`, where it has vLLM's or SGLang's name."""
+    """Return the maximum number of new tokens. Remove it from `fields`, where the key is vLLM's or SGLang's name."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(
