@@ -143,8 +143,8 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array, whose padding would
-    be treated as tokens.
+    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. The padding of an
+    array would be treated as tokens.
     """
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__

@@ -101,7 +101,7 @@ def group_seed(request: protocol.Generate) -> int:
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:
-    """Return the end of a group whose samples come from several asks."""
+    """Return the end of a group with samples from several asks."""
     params = request.params.model_copy(update=dict(seed=group_seed(request)))
     length = len(request.prompt_token_ids) // 4
     return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=finish_reasons)

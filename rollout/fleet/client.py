@@ -134,7 +134,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        # Raises InvalidRequestError for an invalid id or index. The message itself is not used.
+        # This message is not sent. Creating it raises InvalidRequestError for an invalid id or index.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)

@@ -36,7 +36,7 @@ class Dispatch:
 
     @property
     def slowest_pace(self) -> float | None:
-        """Seconds per unit of cost of the slowest recently finished group; None if too few groups have finished."""
+        """Pace of the slowest recent group, in seconds per unit of cost; None if too few groups have finished."""
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     def open(self, links: Iterable[Link], version: int) -> None:

@@ -42,8 +42,8 @@ class FleetWeights:
         self.noted, self._num_notes = push, self._num_notes + 1
 
     def read_note(self) -> None:
-        """Read the push note beside the fleet's file, which a trainer in another process wrote. Record the push if it
-        is new.
+        """Read the push note that a trainer in another process wrote beside the fleet's file. Record the push if it is
+        new.
         """
         noted = None if self._file is None else noted_push(self._file)
         if noted is not None and noted != self._noted_in_file:

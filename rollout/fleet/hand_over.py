@@ -156,8 +156,8 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the folder of the noted push to the joining worker. Return False if the push or the base of its adapters is
-    missing.
+    """Push the noted push from its folder to the joining worker. Return False if the push or the base of its adapters
+    is missing.
     """
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
@@ -172,8 +172,8 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the folder of a push to the joining worker. On failure, log the error and return False, so that a peer
-    writes the weights instead.
+    """Push the weights of an earlier push from its folder to the joining worker. On failure, log the error and return
+    False, so that a peer writes the weights instead.
     """
     path = None
     try:

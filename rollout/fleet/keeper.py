@@ -130,8 +130,8 @@ class Keeper:
         for a push.
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
-        that ends after the mark includes the worker. The comparison detects a push that ended before the mark. If the
-        slot is dismissed meanwhile, the worker does not join.
+        that ends after the worker was marked includes the worker. The comparison detects a push that ended before the
+        worker was marked. If the slot is dismissed meanwhile, the worker does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -30,7 +30,7 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Forget the kind of the fleet. The next `follow` takes the kind of the first worker that has answered."""
+        """Forget the kind of the fleet. The next `follow` adopts the kind of the first worker that has answered."""
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:

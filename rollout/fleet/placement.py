@@ -51,7 +51,7 @@ from .loads import Loads, Worker
 SLACK = 0.25
 """Fraction by which the load of a worker may exceed its share when the worker gets a group."""
 PIECE = 64
-"""Number of tokens in each of the first pieces. Prompts are compared piece by piece."""
+"""Number of tokens in each of the first 16 pieces of a prompt. Prompts are compared piece by piece."""
 _PIECES_OF_A_SIZE = 16
 _LONGEST_PROMPT = 2**31
 _CHOICES = 4
@@ -204,8 +204,8 @@ class Placement:
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the less loaded of the two workers that rank highest for a key and are not full. If the highest-ranked
-        workers are all full, return the least loaded worker of the fleet.
+        """Among the workers that are not full, find the two workers that rank highest for a key, and return the less
+        loaded one. If the highest-ranked workers are all full, return the least loaded worker of the fleet.
         """
         rows = self._loads.rows
         if not rows.workers:

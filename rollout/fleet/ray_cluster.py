@@ -211,7 +211,9 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster; end it if it is local. Stay if other code in this process has joined the cluster."""
+        """Leave the cluster; end it if it is local. Stay connected if other code in this process has joined the
+        cluster.
+        """
         with self._lock:
             self._is_closed = True
             if self._is_own:

@@ -325,7 +325,7 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """Yield one series per expert and one series per layer, but no series per (layer, expert). `tokens`: from
+    """Yield one series per expert and one series per layer, but no series per (layer, expert) pair. `tokens`: from
     `expert_tokens`.
     """
     text = "Tokens processed by an expert, over all layers."

@@ -292,7 +292,9 @@ class _OwnKeys:
 
 
 def _own_folder() -> Path:
-    """Return the folder for the keys by the XDG base directory specification, which ignores relative paths."""
+    """Return the folder for the keys, according to the XDG base directory specification. A relative path in the
+    environment is ignored.
+    """
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         folder = configured if configured.is_absolute() else Path.home() / ".config"

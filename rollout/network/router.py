@@ -62,9 +62,9 @@ class Gate:
 
     Owns a monitor of the ROUTER socket. Promises:
 
-    - At any time, there are at most `max_connections` connections, and at most `MAX_SILENT` silent connections, which
-      have not sent a message. Beyond a limit, a new connection replaces the oldest silent connection. So a peer that
-      opens connections without authentication cannot exhaust the descriptors of the process, and cannot lock out other
+    - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent, which means that
+      they have not sent a message. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens
+      connections without authentication cannot exhaust the descriptors of the process, and cannot lock out other
       clients.
     - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes are not part
       of a received message. Such a client sends faster than the worker receives, or sends an endless message.

@@ -71,8 +71,8 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Interval between checks of workers that joined during a push. Clients check more often, and send no requests to
-workers with stale weights.
+"""Interval between checks of workers that joined during a push. Clients check workers more often, and send no requests
+to workers with stale weights.
 """
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
 """Errors of a greeting to a worker that does not answer, still loads its model, or has failed."""
@@ -243,8 +243,8 @@ class WeightPublisher:
       CUDA IPC if trainer and workers are on the same GPU. `collective` uses NCCL, and requires a separate GPU for the
       trainer and for each worker. In all other cases, and with `sparse`, the weights are copied through host memory,
       and `collective` uses gloo.
-    - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time in which a worker reads the
-      folder.
+    - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time that a worker needs to read
+      the folder.
     - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
       pushes. A new folder gets mode 0700; an existing folder keeps its mode.
     - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. The traffic is
