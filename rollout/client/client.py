@@ -269,8 +269,8 @@ class AsyncRolloutClient:
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
-        If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If they have
-        changed, the version spans of the joined sample say which weights generated which tokens.
+        If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If the weights
+        have changed, the version spans of the joined sample say which weights generated which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
@@ -379,7 +379,7 @@ class AsyncRolloutClient:
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
         """Finish all requests accepted so far, then pause.
 
-        Raise DeadlineError if the requests do not finish within `timeout` seconds. After this error, the worker
+        Raise DeadlineError if the requests do not finish within `timeout` seconds. After DeadlineError, the worker
         continues to generate.
         """
         return await self._ask_status(message_of(protocol.Drain, id=protocol.new_id(), timeout=timeout))
@@ -613,8 +613,8 @@ class RolloutClient:
 
     The asynchronous client runs on a separate thread. Create the client in the process that uses it. In a process that
     is forked later, calls of the client raise TruerollError. An interrupt (Ctrl-C) during a call abandons the requests
-    of the call. An open client is closed when it is garbage-collected, or when the interpreter exits. This automatic
-    close also abandons the unfinished requests of the client's streams.
+    of the call. An open client is closed when it is garbage-collected, or when the interpreter exits. The automatic
+    close of an open client also abandons the unfinished requests of its streams.
     """
 
     def __init__(
@@ -748,7 +748,7 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
 
 def _scored(reply: protocol.Scores) -> ScoreOutput:
     if reply.finish_reason == "abort":
-        raise RequestAbortedError("score: the request was aborted before its result was computed; send it again")
+        raise RequestAbortedError("score: the request was aborted before its result was computed; send another request")
     return protocol.score_output(reply)
 
 

@@ -204,7 +204,7 @@ class MembersFile:
             self._told, self.is_stale = members, False
         except OSError as error:
             if not self.is_stale:
-                log.error("cannot write %s (%s); clients that read it miss changes", self._path, error.strerror)
+                log.error("cannot write %s (%s); clients that read the file miss changes", self._path, error.strerror)
             self.is_stale = True
 
     def remove(self) -> None:

@@ -55,8 +55,8 @@ class Ask:
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether the ask is for a whole request and the worker has sent all `n` samples. If so, the next reply
-        ends the request.
+        """Return whether the ask is for a whole request and the worker has sent all `n` samples. If the result is True,
+        the next reply ends the request.
         """
         return None in self.messages and self.num_samples == n
 

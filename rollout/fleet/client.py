@@ -49,16 +49,16 @@ class AsyncFleetClient(AsyncRolloutClient):
     - `timeout`, `server_public_key`, `client_key`: see `RolloutClient`; used for each worker
     - `max_staleness`: maximum difference between the weight versions of the tokens in a group. A worker gets no
       requests if its weights are more than `max_staleness` versions older than the newest weights. If a push makes a
-      group exceed `max_staleness`, the group is restarted. `stream` raises StaleWeightsError instead if it has already
-      yielded a part of the group.
+      group exceed `max_staleness`, the group is restarted. If `stream` has already yielded a part of the group, it
+      raises StaleWeightsError instead.
     - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
       of torch. With mixed kinds, the bits of a sample depend on its worker. Without mixed kinds, workers that differ
       raise ConfigError.
     - `straggler_seconds`: a straggler is also sent to a second worker. A request is a straggler if it takes longer than
       `straggler_seconds` and, relative to its size, more than three times as long as the slowest recent request. None
       disables second workers.
-    - `patience`: maximum number of seconds to wait for a worker that can take a request. After this time, the call
-      raises WorkerLostError.
+    - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
+      call raises WorkerLostError.
     - `while_connected`: see `AsyncRolloutClient`
     """
 
@@ -134,7 +134,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        # This message is not sent. Creating it raises InvalidRequestError for an invalid id or index.
+        # The message is created only because its constructor raises InvalidRequestError for an invalid id or index.
         message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
             ended = await request.abort(index)
@@ -201,7 +201,9 @@ class AsyncFleetClient(AsyncRolloutClient):
         return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
 
     async def close(self) -> None:
-        """Disconnect from all workers. Pending calls raise TruerollError; their requests keep running."""
+        """Disconnect from all workers. Pending calls raise TruerollError, but their requests keep running on the
+        workers.
+        """
         self._requests.close()
         await self._pool.close()
 

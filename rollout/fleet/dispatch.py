@@ -69,7 +69,7 @@ class Dispatch:
         self._paces.append(seconds / placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Record that a worker no longer runs a group, which is unfinished."""
+        """Record that an unfinished group has left its worker."""
         self._placement.withdraw(placed)
 
     async def change(self) -> None:

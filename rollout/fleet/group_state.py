@@ -54,8 +54,8 @@ class GroupState:
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
-        """Return the ask for the next worker. If nothing has arrived yet, the ask is for the whole request. Otherwise
-        the ask is for the samples that are neither delivered nor aborted.
+        """Return the ask for the next worker. If nothing has arrived yet, the ask is for the whole request. If a part
+        has arrived, the ask is for the samples that are neither delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):

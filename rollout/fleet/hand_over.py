@@ -1,8 +1,8 @@
 """Hand the weights of a fleet to a joining worker: from the folder of a `disk` push, or from another worker.
 
-Owns: the weights that a worker writes for a hand-over, until the hand-over ends. These weights are in the subfolder
-`joins` of a folder that all workers can reach. Promises: a worker never gets the weights of an earlier run from the
-same folder, because pushes have unique ids.
+Owns: the weights that a worker writes for a hand-over, until the hand-over ends. The weights for hand-overs are in the
+subfolder `joins` of a folder that all workers can reach. Promises: a worker never gets the weights of an earlier run
+from the same folder, because pushes have unique ids.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class WeightFolder:
     """A folder of `disk` pushes, to which workers may also write their weights.
 
     `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
-    only adapters, while no push in the folder has the base of these adapters. Such a base cannot appear later, because
-    it would belong to an older push.
+    only adapters, while no push in the folder has the base of these adapters. A missing base cannot appear later,
+    because the base would belong to an older push.
     """
 
     path: Path
@@ -60,7 +60,9 @@ class WeightFolder:
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if there is none."""
+        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if there is no such
+        push.
+        """
         for path in self._pushes():
             try:
                 if _has_base(read_manifest(path), adapters):
@@ -156,8 +158,8 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the noted push from its folder to the joining worker. Return False if the push or the base of its adapters
-    is missing.
+    """Push the weights in the folder of the noted push to the joining worker. Return False if the push or the base of
+    its adapters is missing.
     """
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
@@ -172,7 +174,7 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the weights of an earlier push from its folder to the joining worker. On failure, log the error and return
+    """Push the weights in the folder of an earlier push to the joining worker. On failure, log the error and return
     False, so that a peer writes the weights instead.
     """
     path = None

@@ -28,8 +28,8 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. An attempt is refused because of the weights folder: its
-free space or its content.
+"""Number of refused attempts after which the fleet gives up. The usual cause is a weights folder without free space or
+with invalid content.
 """
 MOST_FAILURES = 20
 """Number of transient failures after which the fleet gives up. A lost or sleeping peer causes a transient failure."""
@@ -44,8 +44,8 @@ class _Failures:
     """The failed attempts since the last reset.
 
     `num_refusals`: number of refused attempts. `num_passing`: number of attempts that failed for a transient cause.
-    `are_final`: whether retries are useless even if the peer's state changes. `pause`: seconds to wait after the next
-    failure. `due`: time of the next attempt, in monotonic seconds.
+    `are_final`: whether to give up even if the peer's state changes. `pause`: seconds to wait after the next failure.
+    `due`: time of the next attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0

@@ -1,8 +1,8 @@
 """Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
 Owns no state: each slot holds the state of its worker. Promises: a worker that ends, hangs or fails is replaced. The
-first replacement starts soon. If replacements keep failing, the pauses before the next replacement grow. A worker
-serves only once it has the weights that the other workers serve.
+first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A worker serves only
+once it has the weights that the other workers serve.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Placed:
 
 
 class Placement:
-    """Places groups on the workers of a fleet. There are no workers at first.
+    """Places groups on the workers of a fleet. A new object has no workers.
 
     - `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used are always
       kept. A good value is the number of pieces that fit into the caches of all workers.
@@ -204,8 +204,8 @@ class Placement:
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Among the workers that are not full, find the two workers that rank highest for a key, and return the less
-        loaded one. If the highest-ranked workers are all full, return the least loaded worker of the fleet.
+        """Among the workers that are not full, find the two workers that rank highest for a key. Return the less loaded
+        of the two workers. If the highest-ranked workers are all full, return the least loaded worker of the fleet.
         """
         rows = self._loads.rows
         if not rows.workers:

@@ -38,10 +38,11 @@ _RAYLET = "RAY_RAYLET_PID"
 def _outliving_its_raylet() -> Iterator[None]:
     """Context manager for the import of Ray that prevents Ray from ending this process together with a raylet.
 
-    On import, Ray reads the id of a process from an environment variable. When this process ends, Ray ends the
-    importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is unset
-    and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. A fleet
-    that was started by a service manager would be such an orphan. So the variable is set to the id of this process.
+    On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
+    the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
+    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. A
+    fleet that was started by a service manager would be such an orphan. So the variable is set to the id of this
+    process.
     """
     if _RAYLET in os.environ:
         yield
@@ -91,7 +92,8 @@ class Cluster:
         self._is_reconnecting = False
         self._lock = threading.Lock()
         # The kernel ends Ray's processes when the thread that started them ends. So Ray is started on a long-lived
-        # thread. A call on the main thread starts Ray directly, because only there can Ray install its SIGTERM handler.
+        # thread. A call on the main thread starts Ray directly, because Ray can install its SIGTERM handler only on
+        # this thread.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
@@ -211,7 +213,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster; end it if it is local. Stay connected if other code in this process has joined the
+        """Leave the cluster, or end a local cluster. Stay connected if other code in this process has joined the
         cluster.
         """
         with self._lock:
@@ -306,7 +308,7 @@ class WorkerActor:
         return outcome["address"]
 
     async def ended(self) -> str:
-        """Wait until the worker or the actor has ended. Return how it ended, as text."""
+        """Wait until the worker or the actor has ended. Return a text that says how the worker or the actor ended."""
         try:
             return f"ended with exit code {await self._ask('wait')}"
         except WorkerLostError as error:

@@ -68,7 +68,7 @@ class RunningWorker:
                 raise WorkerFailedError(f"worker: no progress for {hang_seconds:g} s; it will be replaced")
 
     async def ended(self) -> str:
-        """Wait until the worker or its actor has ended. Return how it ended, as text."""
+        """Wait until the worker or its actor has ended. Return a text that says how the worker or the actor ended."""
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:

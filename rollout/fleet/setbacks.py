@@ -12,7 +12,7 @@ from trueroll.errors import QueueFullError, TruerollError, UnavailableError, Wor
 
 MOST_LOSSES = 5
 """Maximum number of workers that may be lost while they run the same request. After more losses the request fails,
-because it may be the cause.
+because the request may be the cause.
 """
 
 

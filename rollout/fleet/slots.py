@@ -24,7 +24,7 @@ class Slot:
 
     `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
     once a worker runs. `waits_since`: None, unless the worker waits for a push because no copy of its weights is left.
-    Then it is the number of `scale` calls at the last hand-over.
+    For a waiting worker, `waits_since` is the number of `scale` calls at the last hand-over.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Slots:
         self.publish()
 
     def stand(self, slot: Slot, standing: Standing) -> None:
-        """Publish a new standing of the worker in a slot, together with its current trouble."""
+        """Set the standing of the worker in a slot, and publish it together with the last hand-over error."""
         if slot.worker is not None and slot.worker.member is not None:
             slot.worker.member = replace(slot.worker.member, standing=standing, trouble=slot.joining.trouble)
             self.publish()

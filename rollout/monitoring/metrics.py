@@ -108,8 +108,8 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    The list of connections is used only by the thread of `serve_forever`. After this thread has ended, the list is used
-    only by the thread that closes the server.
+    Only the thread of `serve_forever` uses the list of connections. After this thread has ended, only the thread that
+    closes the server uses the list.
     """
 
     allow_reuse_address = True

@@ -39,7 +39,7 @@ class Timings:
 
     - `step`: a step of the engine
     - `stage`: a push from its start until it is verified
-    - `commit_pause`: the pause between two steps of the engine for a commit
+    - `commit_pause`: the pause of the engine during a commit
     - `push`: a push from its start until it is committed
     - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. A sleep that drains running requests includes the wait for
       these requests.

@@ -5,7 +5,8 @@ A worker identifies its clients in one of three ways:
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
 - On a TCP port on loopback, worker and clients use the keys in a private file of their common user. Keys are needed
   because any user of the machine can reach the port. The file is created on first use.
-- With `curve_secret_key_file` and `clients_file`, each client has a name and a role. This works on any address.
+- With `curve_secret_key_file` and `clients_file`, each client has a name and a role. Named clients work with any
+  address.
 
 Does not own sockets. Secrets leave this module only as socket options.
 """

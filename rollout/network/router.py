@@ -67,21 +67,22 @@ class Gate:
       connections without authentication cannot exhaust the descriptors of the process, and cannot lock out other
       clients.
     - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes are not part
-      of a received message. Such a client sends faster than the worker receives, or sends an endless message.
+      of a received message. The cause is a client that sends faster than the worker receives, or an endless message.
 
     ZMQ provides incomplete information about connections. Each message has the descriptor of its connection. If there
     are keys, each message also has the number of its connection. The authenticator numbers connections in ascending
     order. For a new or ended connection, the monitor reports only the descriptor. The monitor reports a new connection
     before its first message can be received. The monitor reports an ended connection before the descriptor is reused.
-    But messages of an ended connection may stay queued for a long time. These messages arrive interleaved with messages
-    of other connections, possibly after the descriptor was reused. Of two connections with the same descriptor, the
-    connection with the larger number is newer. Only the newest connection with a descriptor can be open. Hence:
+    But messages of an ended connection may stay queued for a long time. Queued messages of an ended connection arrive
+    interleaved with messages of other connections, possibly after the descriptor was reused. Of two connections with
+    the same descriptor, the connection with the larger number is newer. Only the newest connection with a descriptor
+    can be open. Hence:
 
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. If the connection was heard before, `heard` may return True until
       `follow` processes its end and calls `on_gone`. If the connection was not heard before, `heard` may return True
-      while its successor with the same descriptor is open and silent. In this case, `on_gone` is called once the
-      successor is heard or ends.
+      while its successor with the same descriptor is open and silent. For such an unheard connection, `on_gone` is
+      called once its successor is heard or ends.
     - Connections without keys have no numbers. All connections that were heard on a descriptor are treated as open
       until the last of these connections ends.
     """
@@ -132,7 +133,7 @@ class Gate:
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
                     log.warning(
-                        "disconnected a client: it sent %d bytes beyond its received messages", received - taken
+                        "disconnected a client: %d of its bytes are not part of a received message", received - taken
                     )
                     self._end(fd)
 

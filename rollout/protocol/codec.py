@@ -1,8 +1,8 @@
 """Encoding and decoding of messages, conversion of the engine's results to messages, and samples built from deltas.
 
 A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame passes
-through `from_client` or `from_worker`. Both functions reject missing, unknown, mistyped and out-of-range fields, so
-other modules see only valid messages.
+through `from_client` or `from_worker`. `from_client` and `from_worker` reject missing, unknown, mistyped and
+out-of-range fields. So other modules see only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
 this module maps the columns of `engine.request` to message fields.
@@ -80,7 +80,7 @@ def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     """Decode a client's frame.
 
     Raise ProtocolError if the frame is invalid or exceeds a limit: `max_elements` elements in total, `MAX_FIELDS`
-    fields in a map, or a nesting of `MAX_DEPTH`. These limits keep the cost of decoding proportional to the size of the
+    fields in a map, or a nesting of `MAX_DEPTH`. The limits keep the cost of decoding proportional to the size of the
     frame. Raise InvalidRequestError if sampling parameters are invalid.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
@@ -384,7 +384,7 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 class Growth:
     """The tokens of a sample so far, assembled from deltas.
 
-    `first`: a delta that starts with token 0. This delta also provides the id and the index of the sample.
+    `first`: a delta that starts with token 0. `first` also provides the id and the index of the sample.
     """
 
     def __init__(self, first: Delta) -> None:

@@ -179,7 +179,7 @@ class Drain(Message):
 class Sleep(Message):
     """Release memory.
 
-    - `level`: 1 keeps the weights on the host; 2 drops them, so a push must follow
+    - `level`: 1 keeps the weights on the host; 2 drops the weights, so a push must follow
     - `tags`: the kinds of memory to release
     - `in_flight`: how to treat running requests; `drain` waits for at most `timeout` seconds
     """

@@ -11,9 +11,9 @@ Does not own: how weights are transferred (`WeightSender`), or the trainer's ten
 
 Promises:
 
-- `push` returns when every worker serves the new weights, except workers that were left out. Otherwise `push` raises an
-  error, which says which worker failed and which weights each worker serves. Workers serve the old weights, unless a
-  worker failed at its commit.
+- `push` returns when every worker serves the new weights, except workers that were left out. If a worker fails, `push`
+  raises an error that says which worker failed and which weights each worker serves. Workers serve the old weights,
+  unless a worker failed at its commit.
 - Every wait for a worker has a deadline, except the wait inside CUDA for an NCCL broadcast.
 - After a failure, the publisher is ready for the next push without a restart of the trainer.
 - A worker that does not answer when a push begins delays that push by `ANSWER_SECONDS`, and each later push by
@@ -332,8 +332,7 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        Raise PushError if a worker has not committed the push. After this error, the next push sends every tensor
-        whole.
+        Raise PushError if a worker has not committed the push. After PushError, the next push sends every tensor whole.
 
         - `tensors`: a module, or a mapping or an iterable of pairs of Hugging Face names and tensors. Tensors may have
           any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank of the trainer
@@ -384,7 +383,7 @@ class WeightPublisher:
         All other workers are not affected. If a worker does not answer, the call fails or leaves the worker out, as
         `on_lost` says. `tensors`: see `push`. The tensors must be the weights of the last push; this is not checked.
         Return None if all workers serve the last push. Raise ConfigError before the first push, and for `disk` (call
-        `push_folder` instead). Raise PushError as `push` does.
+        `push_folder` instead). Raise PushError for the same reasons as `push`.
         """
         _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)

@@ -209,7 +209,9 @@ class TruerollWorker:
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
 
     async def _deliver_first(self, groups: deque[asyncio.Task[Group]]) -> None:
-        """If the oldest group has arrived, score it and queue its samples. Otherwise record the worker's progress."""
+        """If the oldest group has arrived, score it and queue its samples. If the oldest group has not arrived, record
+        the worker's progress.
+        """
         if not (await asyncio.wait([groups[0]], timeout=POLL_SECONDS))[0]:
             await self._note_progress()
             return

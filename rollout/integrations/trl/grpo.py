@@ -1,4 +1,4 @@
-"""`GRPOTrainer` on a trueroll worker, which is used through TRL's `rollout_func` or in place of vLLM.
+"""Use a trueroll worker in `GRPOTrainer`, either through TRL's `rollout_func` or in place of vLLM.
 
 Owns: when weights are pushed, and the seed of each group. Does not own: the client and the publisher, which callers
 create and close. Promises: every sample comes from the last pushed weights; otherwise WeightsError is raised. Runs with

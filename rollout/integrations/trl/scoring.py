@@ -86,7 +86,8 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
 
     `rewards`: float64 [num_functions, num_samples], NaN for unknown rewards.
     """
-    # Imported here because the import warns that the module is experimental. Users of GRPOTrainer need no such warning.
+    # Imported here because the import warns that the module is experimental. The warning is irrelevant for users of
+    # GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
     check_sample(async_rollout_worker.RolloutSample)

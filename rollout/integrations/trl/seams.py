@@ -1,7 +1,7 @@
 """The places where trueroll plugs into TRL, checked against the installed version of TRL.
 
-An unknown argument from TRL could change what is sampled or trained on. So the integration raises an error for an
-unknown argument, either on import or on creation.
+An unknown argument from TRL could change what is sampled or trained on. So unknown arguments raise an error when the
+integration is imported or created.
 """
 
 from __future__ import annotations

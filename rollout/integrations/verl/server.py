@@ -133,7 +133,8 @@ class TruerollServer:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End all requests with their tokens so far. Start no new requests until `resume_generation`.
 
-        New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead.
+        New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead of
+        waiting.
         """
         self._gate.clear()
         self._rejects = reject_request
