@@ -166,7 +166,7 @@ class AsyncRolloutClient:
         - `progress`: show a progress bar on a terminal.
         - `min_weight_version`: oldest weight version with which a request may begin. If the worker has older weights,
           for example after a restart, the call raises StaleWeightsError. A push with `allow_older` may bring older
-          weights after the request has begun. The version spans of the samples show such a push.
+          weights after the request has begun. The version spans of a sample show which weights generated which tokens.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
           `min_weight_version`.
         """

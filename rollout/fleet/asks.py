@@ -1,4 +1,5 @@
-"""Asks. An ask is the messages to one worker on behalf of a request: for the whole request, or for its missing samples.
+"""Asks. An ask consists of the messages to one worker on behalf of a request, either for the whole request or for its
+missing samples.
 
 Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
 requested as sample 0 of a separate request, with a seed that gives the same noise. A partial sample is continued: only

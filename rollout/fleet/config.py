@@ -18,7 +18,9 @@ from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
-"""Default of `drain_seconds` for the workers of a fleet. If the fleet's process ends, workers drain for this long."""
+"""Default of `drain_seconds` for the workers of a fleet. If the fleet's process ends, workers drain for at most this
+time.
+"""
 
 
 MOST_WORKERS = 2**10

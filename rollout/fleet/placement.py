@@ -193,8 +193,8 @@ class Placement:
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure among a few holders from position `start` on; None if all these
-        holders are full or must be avoided.
+        """Among a few holders from position `start` on, return the worker with the least pressure. Return None if all
+        these holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):

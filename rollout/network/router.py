@@ -81,8 +81,8 @@ class Gate:
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. If the connection was heard before, `heard` may return True until
       `follow` processes its end and calls `on_gone`. If the connection was not heard before, `heard` may return True
-      while its successor with the same descriptor is open and silent. For such an unheard connection, `on_gone` is
-      called once its successor is heard or ends.
+      while its successor with the same descriptor is open and silent. For a connection that was not heard before,
+      `on_gone` is called once its successor is heard or ends.
     - Connections without keys have no numbers. All connections that were heard on a descriptor are treated as open
       until the last of these connections ends.
     """
@@ -526,9 +526,10 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a connection that ended with a full
-    # receive queue, or on a connection with an identity that another connection took over (ROUTER_HANDOVER). So receive
-    # queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects dead hosts.
+    # libzmq 4.3.5 aborts the process in two cases. In both cases, a heartbeat of either side is due on a broken
+    # connection: the connection ended with a full receive queue, or another connection took over its identity
+    # (ROUTER_HANDOVER). So receive queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects dead
+    # hosts.
     router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)

@@ -199,7 +199,9 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise from_validation(ProtocolError, error, first_part=1) from None  # the location starts with the type
+        raise from_validation(
+            ProtocolError, error, first_part=1
+        ) from None  # the error's location starts with the message type
 
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
