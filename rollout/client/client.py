@@ -1,7 +1,7 @@
 """The clients of one worker: prompts in, groups of samples out.
 
-Owns: what each call does. Does not own: sending, reconnecting and the loss of a worker (`Connection`), or the format of
-messages (`protocol`). Imports neither torch nor transformers.
+Owns: what each call does. Does not own: sending, reconnecting and the handling of lost workers (`Connection`), or the
+format of messages (`protocol`). Imports neither torch nor transformers.
 
 Promises:
 
@@ -538,7 +538,7 @@ def _blocking(
 
 
 class LoopThread:
-    """An event loop on a daemon thread named `name`, for code without an event loop.
+    """An event loop on a daemon thread named `name`, for synchronous code.
 
     Promises: every coroutine that was submitted before `end` runs. `submit` and `end` may be called on the loop's own
     thread, because the garbage collector may run there. If `end` is called on the loop's own thread, it does not wait.

@@ -174,7 +174,7 @@ class Listener(Protocol):
 
 
 class Line:
-    """A socket connection to `address` that reconnects after a loss. `server_public_key`, `client_key`: see
+    """A socket connection to `address` that reconnects after a disconnect. `server_public_key`, `client_key`: see
     `AsyncRolloutClient`.
     """
 

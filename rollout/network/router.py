@@ -140,7 +140,7 @@ class Gate:
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
         """Record a message of `num_bytes` from the connection with this identity and number.
 
-        Return whether the connection is still open. The class describes when the answer may be wrong.
+        Return whether the connection is still open. The docstring of the class describes when the answer may be wrong.
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
             self.follow()  # the connection may be new, may have ended, or may have chosen this identity
@@ -218,8 +218,8 @@ class Outboxes:
     """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
     `on_lost`: called by `report_lost` with the identity of each client that is gone or was dropped. `send` does not
-    call `on_lost`, because the caller of `send` may be processing a request that the loss ends. `user_of`: returns the
-    user of a connection.
+    call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client. `user_of`:
+    returns the user of a connection.
 
     Owns: the queued replies. Promises: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.

@@ -297,7 +297,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
 
 
 def delta_message(id: str, delta: SampleDelta) -> Delta:
-    """Return the element of a `Deltas` message with the new tokens of a sample of request `id`."""
+    """Return a `Delta` with the new tokens of a sample of request `id`."""
     return Delta(
         id=id,
         index=delta.index,

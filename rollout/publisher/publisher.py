@@ -380,10 +380,10 @@ class WeightPublisher:
     def restore(self, tensors: Tensors) -> PushResult | None:
         """Repeat the last push, with the same version, for the workers that do not serve it.
 
-        All other workers are not affected. If a worker does not answer, the call fails or leaves the worker out, as
-        `on_lost` says. `tensors`: see `push`. The tensors must be the weights of the last push; this is not checked.
-        Return None if all workers serve the last push. Raise ConfigError before the first push, and for `disk` (call
-        `push_folder` instead). Raise PushError for the same reasons as `push`.
+        Workers that serve the last push are not affected. If a worker does not answer, the call fails or leaves the
+        worker out, as `on_lost` says. `tensors`: see `push`. The tensors must be the weights of the last push; this is
+        not checked. Return None if all workers serve the last push. Raise ConfigError before the first push, and for
+        `disk` (call `push_folder` instead). Raise PushError for the same reasons as `push`.
         """
         _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)

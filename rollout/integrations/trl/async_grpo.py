@@ -3,7 +3,7 @@
 Owns: the thread that generates and scores groups, the queue of scored samples, and the rule for stale samples. Does not
 own: the worker process, the model or the publisher's settings. Promises:
 
-- Groups come in the order of the dataset, and their seeds depend on the trainer's seed.
+- Groups are generated in the order of the dataset, with seeds that depend on the trainer's seed.
 - No token of a sample comes from weights older than the sample's reported version. Samples from unexpected versions
   raise WeightsError.
 - A failure on the thread is logged. The trainer raises the failure when it runs out of samples.
@@ -93,7 +93,7 @@ class TruerollWorker:
     The reward of a sample is the sum over the functions. The advantage is the distance of the reward from the mean of
     its group, in standard deviations.
 
-    When a token is trained on, the trainer's weights are at most `args.max_staleness` versions newer than the weights
+    When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
     that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
     too old at training time are dropped. Raise ConfigError if no sample can be fresh enough, if `token_budget` is None,
     or for settings that a worker does not support.
