@@ -59,7 +59,7 @@ class Setbacks:
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
         """If all workers refuse the request, return the first refusal, else None. A request that was lost with a worker
-        does not fail while other workers are full, but waits for room.
+        does not fail while other workers are full. The request waits for room instead.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:

@@ -591,7 +591,7 @@ def _check_ipc_is_free(address: str) -> None:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Make files that this process creates inside this context accessible to this user only."""
+    """Context manager in which new files of this process are accessible to this user only."""
     before = os.umask(0o077)
     try:
         yield

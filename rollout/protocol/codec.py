@@ -308,7 +308,7 @@ def delta_message(id: str, delta: SampleDelta) -> Delta:
 
 
 def scores_message(id: str, output: ScoreOutput) -> Scores:
-    """Return the message for the finished score of request `id`."""
+    """Return the message for the finished scoring request `id`."""
     return Scores(
         id=id,
         finish_reason=output.finish_reason,
