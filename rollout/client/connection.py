@@ -65,8 +65,8 @@ class Received:
 
     Promises: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended, or
     at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample begins again if its request
-    was sent again after a lost connection and the worker no longer had the request. At most the tokens of one sample
-    are kept, even if the caller takes deltas late.
+    was sent again after a lost connection and the worker had dropped the request. At most the tokens of one sample are
+    kept, even if the caller takes deltas late.
     """
 
     def __init__(self) -> None:

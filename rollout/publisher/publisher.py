@@ -465,7 +465,9 @@ class WeightPublisher:
             log.warning("the fleet will notice version %d only when it checks its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
-        """Return the addresses of the serving workers; if there are none, of the joining workers."""
+        """Return the addresses of the serving workers. If no worker serves, return the addresses of the joining
+        workers.
+        """
         assert self._fleet is not None
         members = self._fleet.members()
         chosen = [member for member in members if member.standing != "joining"] or members
