@@ -24,7 +24,7 @@ time.
 
 
 MOST_WORKERS = 2**10
-"""Maximum number of workers. The fleet's file has room for the entries of so many workers."""
+"""Maximum number of workers. The entries of this many workers fit into the fleet's file."""
 MOST_CONFIG_BYTES = 2**16
 """Maximum size of the TOML file, checked before it is parsed."""
 

@@ -19,8 +19,8 @@ A worker is full while its load is at least `1 + SLACK` times its share of the t
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
 all other workers must be avoided. If all holders of the longest known beginning are full, holders of shorter beginnings
 are tried, and then workers by rank. So a popular beginning spreads over as many workers as its load needs. If a
-beginning has several holders, a few holders are compared, and the least loaded holder gets the group (the power of two
-choices: Mitzenmacher 2001).
+beginning has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
+(the power of two choices: Mitzenmacher 2001).
 
 Promises:
 

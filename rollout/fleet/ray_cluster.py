@@ -82,7 +82,7 @@ class Cluster:
 
     `address`: address of a cluster to join, or `auto` for the cluster on this machine; None starts a local cluster.
     `without_authentication`: True joins a cluster that does not require a token, and logs a warning. False raises
-    ConfigError for such a cluster.
+    ConfigError for a cluster that does not require a token.
     """
 
     def __init__(self, address: str | None, without_authentication: bool = False) -> None:

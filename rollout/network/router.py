@@ -526,10 +526,9 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # libzmq 4.3.5 aborts the process in two cases. In both cases, a heartbeat of either side is due on a broken
-    # connection: the connection ended with a full receive queue, or another connection took over its identity
-    # (ROUTER_HANDOVER). So receive queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects dead
-    # hosts.
+    # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a broken connection. A connection is
+    # broken if it ended with a full receive queue, or if another connection took over its identity (ROUTER_HANDOVER).
+    # So receive queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects dead hosts.
     router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)
