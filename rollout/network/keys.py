@@ -280,7 +280,7 @@ class _OwnKeys:
 
     @classmethod
     def _create(cls, file: Path) -> None:
-        """Create the file atomically. If another process has created it meanwhile, keep that file."""
+        """Create the file atomically. If another process creates the file at the same time, keep the existing file."""
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
         try:
