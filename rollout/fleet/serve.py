@@ -11,7 +11,7 @@ from .fleet import Fleet
 
 
 def serve(settings: dict[str, Any], on_ready: Callable[[str], None]) -> None:
-    """Run a fleet until SIGTERM or SIGINT. Call it in the main thread. `settings`: the arguments of `Fleet`.
+    """Run a fleet until SIGTERM or SIGINT. Call this function in the main thread. `settings`: the arguments of `Fleet`.
     `on_ready`: called with a line that says how to reach the workers. Raise the same errors as `Fleet`, and
     KeyboardInterrupt once a SIGINT has ended the fleet.
     """

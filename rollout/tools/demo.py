@@ -335,7 +335,7 @@ def _answer(
     `is_cold`: the requests share no cached prefix with each other or with other requests. `others`: the number of
     requests for reversed prompts that run at the same time.
     """
-    kind = dict(max_tokens=sizes.compared_tokens, ignore_eos=True)
+    kind: dict[str, Any] = dict(max_tokens=sizes.compared_tokens, ignore_eos=True)
     greedy, sampled = SamplingParams(temperature=0.0, **kind), SamplingParams(n=2, seed=3, **kind)
     params = [greedy] * len(prompts) + [sampled] * len(prompts)
     if is_cold:

@@ -182,6 +182,6 @@ def _option(config: type[BaseModel], name: str, help: str, heading: str) -> insp
     if default is None:
         kind = kind | None
     is_size = name == "kv_memory" or name.endswith("_bytes")
-    how = SIZE | dict(show_default=_with_unit(default)) if is_size else {}
+    how: dict[str, Any] = SIZE | dict(show_default=_with_unit(default)) if is_size else {}
     annotation = Annotated[kind, typer.Option(help=help, rich_help_panel=heading, **how)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -122,4 +122,4 @@ def test_the_guides_program_trains_on_episodes_with_the_bits_of_the_worker(
     steps = line.findall(capsys.readouterr().out)
     assert [(step, worst) for step, _, _, worst in steps] == [("0", "0.0"), ("1", "0.0")]
     assert all(0 < float(reward) < 1 and float(norm) > 0 for _, reward, norm, _ in steps), "premise: it trains"
-    assert client.health().weight_version == before + 2
+    assert before is not None and client.health().weight_version == before + 2

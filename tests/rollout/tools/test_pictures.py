@@ -29,7 +29,7 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def audit_of(is_aligned: bool, *samples: list[float]) -> Audit:
     rows = tuple(np.array(sample, np.float32) for sample in samples)
-    different, largest = sum(np.count_nonzero(row) for row in rows), max(float(np.abs(row).max()) for row in rows)
+    different, largest = sum(int(np.count_nonzero(row)) for row in rows), max(float(np.abs(row).max()) for row in rows)
     return Audit(sum(map(len, rows)), different, largest, 0.0, None, (), (), is_aligned, rows)
 
 
