@@ -1,4 +1,4 @@
-"""Logging of commands and workers. Text from outside cannot forge or color log lines."""
+"""Logging of commands and workers. Untrusted text cannot forge or color log lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trueroll.errors import printable
 class LineFormatter(logging.Formatter):
     """Formatter that writes each message as one line and escapes unprintable characters, including line breaks.
 
-    The lines of a traceback are indented, so that none of them looks like a message.
+    The lines of a traceback are indented, so that no line looks like a log message.
     """
 
     def __init__(self) -> None:
