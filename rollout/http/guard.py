@@ -1,8 +1,8 @@
-"""The guard in front of the application: counts every request, and checks the origin, key and role of each request and
-the number of open requests.
+"""The guard in front of the application. It counts requests, limits the number of open requests, and checks the origin,
+key and role of each request.
 
-Without a key, the front end listens on loopback, where any web page in a local browser could reach it. Browsers send
-the origin of the page in `Origin` and the name of the server in `Host`. Both headers are checked.
+A front end without a key listens only on loopback, but any web page in a local browser could send requests there.
+Browsers send the origin of the page in `Origin` and the name of the server in `Host`, so the guard checks both headers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .wire import error_answer
 OPEN_PATHS = {"/health", *FILES}
 """Paths that need no key."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
-"""Paths that accept bodies of up to `max_body_bytes`, because these contain tokens or text."""
+"""Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Requests for these paths count towards `max_open_requests`."""
+"""Paths for which requests count towards `max_open_requests`."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
-"""The status that is counted if the client disconnects before the answer has begun."""
+"""Status in the metrics for a client that disconnects before the answer has begun."""
 
 
 class Counters:
     """Metrics of requests.
 
-    `requests`: number of requests by path and status. Unknown paths count as `other`, disconnected clients as status
-    499. `open`: number of requests for tokens or text in flight. `over_limit`: number of requests refused because of a
-    limit, by the setting that defines the limit.
+    `requests`: number of requests by path and status. Unknown paths count as path `other`. Clients that disconnect
+    count as status 499. `open`: number of requests for tokens or text in flight. `over_limit`: number of requests
+    refused because of a limit, by the setting that defines the limit.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Counters:
         self.over_limit: Counter[str] = Counter()
 
     def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Add the metrics of `collect` to those of `self.collect`."""
+        """Make `self.collect` also yield the metrics of `collect`."""
         self._others.append(collect)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,7 +70,10 @@ class Counters:
 
 
 class Guard:
-    """ASGI middleware that passes permitted requests to `app` and refuses all others. `paths`: the served paths."""
+    """ASGI middleware that passes permitted requests to `app` and refuses all other requests.
+
+    `paths`: the served paths.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither websockets nor lifespan events are supported
+            return  # websockets and lifespan events are not supported
         status = CLIENT_LEFT
 
         async def noting(message: Message) -> None:
