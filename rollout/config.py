@@ -1,7 +1,6 @@
 """A worker's settings (address, keys, limits) and the check that an address is safe.
 
-This module does not import torch or zmq, so the command line and the client can check an address before they load those
-libraries.
+The module imports neither torch nor zmq, so that the command line and the client can check an address quickly.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class WorkerConfig(BaseModel):
     - `max_message_bytes`: maximum size of a message
     - `max_n`: maximum number of samples per request
     - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, of their
-      samples, and of their bytes in memory. Submissions that wait for these requests have a separate budget of
+      samples, and of their bytes in memory. Submissions that wait for an unfinished request have a separate budget of
       `max_queued_bytes`.
     - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
       bytes, including the names of their callers. The oldest results are evicted first.

@@ -60,7 +60,7 @@ class _Unencodable(Exception):
 class TooMany(Exception):
     """The text exceeds the caller's limit.
 
-    `what`: the unit, "tokens" or "characters". `count`: size of the text in that unit.
+    `what`: the unit, "tokens" or "characters". `count`: size of the text in tokens or characters.
     """
 
     def __init__(self, what: str, count: int) -> None:
@@ -178,8 +178,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """Send a call and return the reply. The first byte of the reply is its kind, and determines the content after
-        it:
+        """Send a call and return the reply. The first byte of the reply is the kind of the reply:
 
         - `+`: the result
         - `-`: an error text
@@ -197,7 +196,7 @@ class _Process:
             while True:
                 is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
                 if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # checked before every read, so a child that sends byte by byte cannot delay it
+                    raise TimeoutError  # checked before every read, so single bytes cannot prolong a call
                 if is_ready:
                     return
 

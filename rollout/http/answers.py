@@ -18,7 +18,7 @@ from .errors import HttpError
 from .turns import Turns
 
 STEP_ENTRIES = 512
-"""Number of entries written in one step, which takes about a millisecond. Each token is one entry, and each most
+"""Number of entries written in one step. A step takes about a millisecond. Each token is one entry, and each most
 probable token listed with a token is another entry.
 """
 TURN_CHARS = 2**11
@@ -29,8 +29,8 @@ _CHOICE_BYTES = 512
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Estimated JSON size of a token in an answer, in bytes. Most tokens take fewer bytes. Tokens with long texts take
-    more.
+    """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes. Tokens with long texts need
+    more bytes.
 
     `new`: bytes per generated token. `prompt`: bytes per prompt token, counted once for each choice.
     """
@@ -53,13 +53,13 @@ class TokenBytes:
 def check_answer(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, token_bytes: TokenBytes, most: int
 ) -> None:
-    """Raise HttpError if the estimated size of the answer to these prompts exceeds `most` bytes."""
+    """Raise HttpError if the estimated size of the answer to a request exceeds `most` bytes."""
     lens = [(len(prompt), params.max_tokens or max(1, max_model_len - len(prompt))) for prompt in prompts]
     planned = params.n * sum(token_bytes.of_choice(*each) for each in lens)
     if planned > most:
         raise HttpError(
             400,
-            f"max_tokens: the answer may take {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
+            f"max_tokens: the answer may need {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
             f"to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or the "
             "number of log-probs, set stream to true, or raise --max-answer-bytes",
             field="max_tokens",

@@ -40,9 +40,9 @@ class Bodies:
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
         """Read the whole body of a request, and store the body for `taken_body`.
 
-        `may_be_long`: the limit is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with status 413 if
-        the body is too long, 408 if the body does not arrive in time, and 503 if the body is evicted because the budget
-        is used up. Raise Gone if the client disconnects.
+        `may_be_long`: the limit is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with status 413 for a
+        body that is too long, 408 for a body that does not arrive in time, and 503 for an evicted body. Raise Gone if
+        the client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
@@ -131,7 +131,7 @@ class _Body:
         self.num_bytes = 0
 
     def cost(self, now: float) -> float:
-        """Return the cost of this body in byte-seconds: its current length times the time since its start."""
+        """Return the cost of this body in byte-seconds: received bytes times the time since the start of the body."""
         return len(self.content) * (now - self._began + 0.001)
 
     def give_way(self) -> None:
@@ -147,8 +147,8 @@ class _Body:
 def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
     """Context manager that provides a request's body, which `Bodies.read` has read before.
 
-    The body counts towards the budget until the context exits. A body can be taken only once, so that its memory is
-    freed at this point.
+    The body uses the budget until the context exits. A body can be taken only once, so that the memory of the body is
+    freed at the end of the context.
     """
     body: _Body = scope.pop(_BODY)
     try:

@@ -111,7 +111,7 @@ class ChatForm:
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content of a piece, and the tool calls that it completes."""
+        """Return the content of a piece, and the tool calls that the piece completes."""
         if not self.finds_tools:
             return piece.text, []
         text = self._texts.setdefault(piece.index, ToolText())

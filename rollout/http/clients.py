@@ -68,8 +68,8 @@ class Clients:
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of a client's request with the cache salt for the worker.
 
-        By default, the requests of a user get a salt that no other client can choose, so they share cached prefixes
-        only with requests of the same user. Requests with the same `cache_salt` share prefixes, even across users.
+        By default, a request gets a salt that only requests of the same user have, so cached prefixes are not shared
+        between users. Requests with the same `cache_salt` share prefixes, even across users.
         """
         if client.user is None:
             return params
@@ -78,7 +78,7 @@ class Clients:
 
 
 def clients_of(config: HttpConfig) -> Clients:
-    """Return the clients of a front end with these settings.
+    """Return the clients of a front end with the settings `config`.
 
     Raise ConfigError if a required key is missing, if other users can read the keys, or if the clients file is invalid.
     """

@@ -162,8 +162,8 @@ async def _prefixes(
 ) -> list[dict[str, Any]]:
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
-    A prefix contains the text of the prompt. If `logprobs` is set, it also contains the log-probs of the prompt's
-    tokens, except the first token, which has no log-prob.
+    A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
+    tokens. The first token has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

@@ -2,8 +2,8 @@
 request.
 
 Owns: every open connection, its timers, and its limits. Promises that:
-- no stage of a connection lasts forever. A connection is closed if the head of a request does not arrive, if the client
-  does not read, or if no request follows an answer;
+- no stage of a connection lasts forever: timeouts close a connection if no complete head arrives, if no request follows
+  an answer, or if the client does not read;
 - a new connection is accepted as long as the server can close an old connection that has no complete request;
 - `/health` is answered even when all connections are busy;
 - a refused request is answered before its connection closes, and the unread part of its body is dropped without
@@ -112,8 +112,8 @@ class Connections:
     def open(self, accepted: socket.socket, client: Address) -> None:
         """Serve a newly accepted socket.
 
-        If there are too many connections, close an old connection, or close the new connection if no old connection can
-        be closed.
+        If there are too many connections, close an old connection. If no old connection may be closed, close the new
+        connection.
         """
         # A connection that was refused to make room stays open while its client reads the answer. Therefore, the number
         # of connections may exceed the limit by more than one.
@@ -141,7 +141,7 @@ class Connections:
             raise
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine as a task. `end` cancels it."""
+        """Run a coroutine as a task. `end` cancels the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -343,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def awaits_continue(self) -> bool:
-        """Return whether the client waits for `100 Continue` before it sends the body."""
+        """Return whether the client is waiting for `100 Continue` before sending the body."""
         return self._http.they_are_waiting_for_100_continue
 
     @property

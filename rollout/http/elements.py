@@ -19,7 +19,7 @@ MAX_DIGITS = 40
 of its length.
 """
 _STEP_BYTES = 2**18
-"""Number of bytes counted in one step, which takes about a millisecond."""
+"""Number of bytes counted in one step. A step takes about a millisecond."""
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
@@ -32,8 +32,8 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
     """Check the cost of a body's elements in steps, and yield between steps.
 
     Raise HttpError if the total cost by `WEIGHTS` exceeds `most`, or if a number has more than `MAX_DIGITS` consecutive
-    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. The
-    error then advises to raise the setting.
+    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. If
+    True, the error advises the client to raise the setting.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
@@ -68,7 +68,8 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
 def rough_cost(body: bytearray, start: int, end: int) -> int:
     """Return an upper bound on the cost of body[start:end].
 
-    This bound includes the content of strings, which is faster than skipping strings and usually precise enough.
+    The bound includes the content of strings. Skipping strings would be slower, and the bound is usually precise
+    enough.
     """
     return sum(weight * body.count(character, start, end) for character, weight in WEIGHTS.items())
 

@@ -66,7 +66,7 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Return whether there is content, or the end of the body, that the application has not received yet."""
+        """Return whether the application still has to receive content, or the end of the body."""
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 
     def take(self) -> bytes:
@@ -151,7 +151,7 @@ class Exchange:
             await self._write()
 
     async def _write(self, *events: h11.Event) -> None:
-        """Write the head of the response, if it is still unsent, and then `events`.
+        """Write `events`, preceded by the head of the response if the head is still unsent.
 
         Return once the write buffer is empty.
         """

@@ -1,6 +1,6 @@
 """The fields of requests: supported fields, ignored fields, and fields that must be off.
 
-A field with the value null counts as missing. Unknown fields and unsupported values are refused with an error that
+A field with the value null is treated as missing. Unknown fields and unsupported values are refused with an error that
 names the field.
 """
 
@@ -86,8 +86,8 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 class Fields(BaseModel):
     """Base class for the fields of a request. Values of a wrong type and unknown fields are refused.
 
-    Lists in subclasses must use `fail_fast`. Otherwise a list with a million invalid elements would produce a million
-    errors, which take seconds and gigabytes.
+    Lists in subclasses must use `fail_fast`. Without `fail_fast`, a list with a million invalid elements would produce
+    a million errors, which cost seconds and gigabytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -164,7 +164,7 @@ def unsupported(name: str, expected: str, value: Any) -> HttpError:
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
-    """Validate the fields of a request as an object of class `kind`. Raise HttpError if they are invalid."""
+    """Validate the fields of a request as an object of class `kind`. Raise HttpError if the fields are invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -174,7 +174,7 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
 
 
 def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
-    """Remove the sampling parameters and the seed from `fields`, and return them.
+    """Remove the sampling parameters and the seed from `fields`, and return the parameters and the seed.
 
     `max_tokens`: the default of `max_tokens`. The returned parameters request log-probs under the sampling
     distribution. Raise InvalidRequestError if a value is invalid.

@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out. vLLM has the same endpoint, and trainers use it."""
+"""`/inference/v1/generate`: generate token ids from token ids. The endpoint is compatible with vLLM, for trainers."""
 
 from __future__ import annotations
 

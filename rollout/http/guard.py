@@ -1,8 +1,9 @@
-"""The guard in front of the application. It counts requests, limits the number of open requests, and checks the origin,
-key and role of each request.
+"""The guard in front of the application. The guard counts requests, limits the number of open requests, and checks the
+origin, key and role of each request.
 
-A front end without a key listens only on loopback, but any web page in a local browser could send requests there.
-Browsers send the origin of the page in `Origin` and the name of the server in `Host`, so the guard checks both headers.
+A front end without a key listens only on loopback, but any web page in a local browser can send requests to loopback.
+Browsers send the origin of the page in `Origin` and the name of the server in `Host`. The guard checks `Origin` and
+`Host`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OPEN_PATHS = {"/health", *FILES}
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
 """Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Paths for which requests count towards `max_open_requests`."""
+"""Paths with the limit `max_open_requests` on the number of open requests."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
 """Status in the metrics for a client that disconnects before the answer has begun."""
@@ -37,9 +38,9 @@ CLIENT_LEFT = 499
 class Counters:
     """Metrics of requests.
 
-    `requests`: number of requests by path and status. Unknown paths count as path `other`. Clients that disconnect
-    count as status 499. `open`: number of requests for tokens or text in flight. `over_limit`: number of requests
-    refused because of a limit, by the setting that defines the limit.
+    `requests`: number of requests by path and status. Unknown paths are counted under the path `other`, and
+    disconnected clients under the status 499. `open`: number of requests for tokens or text in flight. `over_limit`:
+    number of requests refused because of a limit, by the setting that defines the limit.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class Guard:
                 await self._bodies.read(request.scope, receive, path in LONG_PATHS)
                 self._check_slots(is_work)
         except HttpError as error:
-            error.headers["Connection"] = "close"  # the rest of the body will not be read
+            error.headers["Connection"] = "close"  # the unread part of the body will stay unread
             return await error_answer(error)(request.scope, receive, send)
         except Gone:
             return

@@ -68,7 +68,7 @@ def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> An
 
 
 class Lifecycle:
-    """Handlers for the calls that concern the whole worker, not a single request.
+    """Handlers for calls about the worker as a whole, not about single requests.
 
     `address`: address of the worker, or path of a fleet's file. `keys`: `server_public_key` and `client_key`. `watch`:
     the `Watch` that polls the same worker.
@@ -89,7 +89,7 @@ class Lifecycle:
     async def health(self, request: Request) -> Response:
         """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
 
-        If the worker is slow to answer, return its last report, if that report is recent.
+        If the worker is slow to answer, return its last report instead, provided that the report is recent.
         """
         _queries(request, {})
         health, age = await self._health_or_report()
@@ -176,8 +176,8 @@ class Lifecycle:
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
         """Return the worker's health and its age in seconds.
 
-        If the worker answers in time, the age is 0. If the worker is slow, return its last report and the age of the
-        report, if the report is recent.
+        If the worker answers in time, the age is 0. If the worker is slow, return the last report and its age, provided
+        that the report is recent.
         """
         if (report := self.watch.report()) is not None:
             try:
@@ -193,7 +193,7 @@ class Lifecycle:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return await self._client.health()
         except TimeoutError:
-            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that it is running"
+            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that the worker is running"
             raise HttpError(503, text, code="worker_lost") from None
 
 

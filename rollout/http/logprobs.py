@@ -121,7 +121,8 @@ def _by_name(
 ) -> dict[str, float] | None:
     """Return the log-probs of the most probable tokens and of the drawn token, by name.
 
-    If several tokens have the same name, the name gets the log-prob of the most probable of these tokens.
+    If several tokens have the same name, the result contains only the log-prob of the most probable token with this
+    name.
     """
     if tops is None or logprob is None:
         return None

@@ -119,7 +119,7 @@ class ServedModel:
             raise self._too_long("messages", error) from None
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
-        """Raise HttpError if there are too many characters.
+        """Raise HttpError if a request has too many characters of text.
 
         `total`: number of characters in all texts. `longest`: number of characters in the longest text that must fit in
         the context.

@@ -1,6 +1,6 @@
 """`/ui`: a page that shows the worker's activity and the latest samples.
 
-The files of the page contain no data, so clients can read the files without a key. The page gets its data from other
+The files of the page contain no data, so clients can read the files without a key. The page reads data from other
 paths, which require a key. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the
 Content-Security-Policy of the page lets a browser run only the scripts in these files.
 """
@@ -47,7 +47,7 @@ HEADERS = {
 MOST_TOKENS = 2048
 """Maximum number of tokens in a response of `/ui/tokens`."""
 SHOWN = ("n", "max_tokens", "temperature")
-"""Sampling parameters that are always shown. Other parameters are shown if they differ from their defaults."""
+"""Sampling parameters that are always shown. All other parameters are shown only if they differ from their defaults."""
 PREVIEW_TOKENS = 40
 CONTEXT_TOKENS = 16
 """Number of tokens that are decoded before the first returned token, because the text of a token may depend on earlier
@@ -125,7 +125,7 @@ class Pages:
         return _data(told)
 
     async def score(self, request: Request) -> Response:
-        """Score a sample, and compare the bits of the new log-probs with those of the sample."""
+        """Score a sample, and compare the bits of the new log-probs and the log-probs of the sample."""
         fields = checked(ScoreFields, read_json(request))
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)

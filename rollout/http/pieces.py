@@ -23,7 +23,7 @@ from .texts import GrowingText, Texts
 from .turns import Turns
 
 DECODED_TOKENS = 4096
-"""Number of tokens decoded to text in one step, which takes about a millisecond."""
+"""Number of tokens decoded to text in one step. A step takes about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Piece:
 class Usage:
     """Token counts of an answer.
 
-    `prompt_tokens`: number of prompt tokens, which counts each prompt once, not once per sample.
+    `prompt_tokens`: number of prompt tokens. Each prompt is counted once, not once per sample.
     """
 
     prompt_tokens: int
@@ -144,7 +144,7 @@ class Asker:
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed task. Each event is yielded as soon as it is ready."""
+        """Yield the events of a streamed task as soon as they are ready."""
         usage = Usage(sum(map(len, task.prompts)))
         streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]

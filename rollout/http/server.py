@@ -1,7 +1,7 @@
 """`trueroll http`: the process of the front end for a worker or a fleet.
 
 Owns: the listening socket, and the client of the worker or the fleet. Promises: the front end listens before it reports
-that it is ready. At a shutdown, open requests may finish for up to `drain_seconds`, and the remaining requests are then
+readiness. At a shutdown, open requests get `drain_seconds` to finish. Requests that are still open after this time are
 cut. The front end outlives the worker, and serves a new worker at the same address. If the front end is killed, the
 worker ends the requests of the front end.
 """
@@ -44,7 +44,8 @@ LARGE_BLOCK = 2**18
 """Minimum size, in bytes, of the memory blocks that glibc maps one by one."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
-"""Time, in seconds, without any message from the worker after which the worker counts as lost, if requests are pending.
+"""Timeout in seconds. If requests are pending and the worker sends nothing for this time, the worker is considered
+lost.
 """
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 def _map_large_blocks() -> None:
     """Make glibc map large blocks one by one, so that freed memory of large request bodies returns to the system.
 
-    By default, glibc raises the minimum size for mapping when a mapped block is freed. Long bodies then leave hundreds
-    of megabytes allocated.
+    By default, glibc raises the minimum size for mapping when a mapped block is freed, so that long bodies would leave
+    hundreds of megabytes allocated.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)

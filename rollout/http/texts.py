@@ -1,5 +1,4 @@
-"""Tokenizing and detokenizing in the front end. Texts are tokenized in child processes, and samples are decoded while
-they grow.
+"""Tokenizing and detokenizing in the front end. Child processes tokenize texts. Samples are decoded while they grow.
 
 Promises that short texts never wait behind long texts. Work for a client that has disconnected is dropped or stopped.
 """
@@ -63,7 +62,7 @@ class Texts:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
 
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of tokens without blocking the event loop, whatever the number of tokens."""
+        """Return the text of any number of tokens without blocking the event loop."""
         if len(token_ids) > _MANY_TOKENS:
             return await self._run(True, partial(self._model.decode_long, token_ids, skip_special_tokens))
         return self.decode(token_ids, skip_special_tokens)
@@ -71,8 +70,8 @@ class Texts:
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds.
 
-        If several tokens form one character, the last of these tokens gets the character. The other tokens get empty
-        strings.
+        If several tokens form one character, the result has the character at the last token and empty strings at the
+        earlier tokens.
         """
         return await self._run(True, partial(self._by_token, token_ids))
 
@@ -121,9 +120,9 @@ class Texts:
 class GrowingText:
     """The text of one sample while the sample grows. The text ends before the stop token or stop string of the sample.
 
-    The concatenation of the returned parts is the text of all tokens, as far as `Detokenizer` guarantees this. Text is
-    withheld while it may be the beginning of a stop string or of a character. The text of a token in `stop_token_ids`
-    is also withheld.
+    The concatenation of the returned parts is the text of all tokens, as far as `Detokenizer` guarantees this. Text
+    that may begin a stop string or an incomplete character is withheld. The text of a token in `stop_token_ids` is also
+    withheld.
     """
 
     def __init__(

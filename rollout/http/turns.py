@@ -8,7 +8,7 @@ import asyncio
 class Turns:
     """Schedules the steps of all long answers.
 
-    One step runs at a time, answers take turns, and other work runs between steps.
+    Only one step runs at a time. Answers alternate, and the event loop runs other work between steps.
     """
 
     def __init__(self) -> None:

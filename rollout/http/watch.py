@@ -2,8 +2,8 @@
 
 Owns: the looks of the last hour, and the last health report. A look is a snapshot of the worker's state and counters.
 Promises: polling never stops because of an error. While the worker does not answer, the looks have the state
-`unreachable`. A health report is returned only while it is recent, and only if the front end has not changed the
-worker's state since the report.
+`unreachable`. `report` never returns a report that is older than `REPORT_SECONDS`, or older than the front end's last
+change of the worker's state.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COUNTERS = (
 )
 BLOCKS = ("in_use", "cached", "empty")
 COLUMNS = ("time", "state", "weight_version", "instance", "push", *BLOCKS, *COUNTERS)
-"""The columns of a look: `time` in seconds since 1970, fields of the worker's health, numbers of KV blocks over all
-pools, and counters of `EngineStats` under the same names. A column other than `time` and `state` is None if the worker
-does not report a value for it.
+"""The columns of a look. `time` is in seconds since 1970. `state` to `push` come from the worker's health. `BLOCKS` are
+numbers of KV blocks over all pools. `COUNTERS` are counters of `EngineStats`. All columns except `time` and `state` are
+None if the worker does not report the value.
 """
 
 

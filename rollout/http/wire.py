@@ -96,7 +96,7 @@ def _result(steps: Steps) -> dict[str, Any]:
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
     """Return the JSON object in a body.
 
-    Yields between steps. The cost of the elements is checked first, so no step takes long.
+    Yields between steps. The cost of the elements is checked first, so that every step is short.
     """
     if not body:
         return {}
@@ -112,10 +112,12 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
                 string.encode()  # raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts
             yield
     except (ValueError, RecursionError) as error:
-        cause = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
-        raise HttpError(400, f"body: not valid JSON in UTF-8 ({cause}); correct it", code="invalid_json") from None
+        cause = "the JSON is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
+        raise HttpError(
+            400, f"body: not valid JSON in UTF-8 ({cause}); correct the body", code="invalid_json"
+        ) from None
     if not isinstance(content, dict):
-        raise HttpError(400, f"body: {brief(content)} is not a JSON object; correct it", code="invalid_json")
+        raise HttpError(400, f"body: {brief(content)} is not a JSON object; send an object", code="invalid_json")
     return content
 
 
@@ -126,7 +128,7 @@ def _refuse_constant(name: str) -> None:
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's members.
 
-    Raise ValueError if a name occurs twice, because parsers differ in the value that they use.
+    Raise ValueError if a name occurs twice, because some parsers would use the first value and others the last value.
     """
     found = dict(members)
     if len(found) != len(members):
@@ -156,7 +158,7 @@ async def long_answer(content: Any, turns: Turns) -> Response:
 
 
 class _InParts(Response):
-    """A response that is sent in parts, first `begun`, then `parts`."""
+    """A response that is sent in parts: `begun`, followed by `parts`."""
 
     media_type = "application/json"
 

@@ -1,13 +1,12 @@
 """The requests of a worker, from submission to terminal reply.
 
-Owns: the entries of requests (`ledger`), the admission of requests, the requests that wait for the engine
-(`WaitingRoom`), the streams of requests (`Streams`), and pending aborts. Does not own: sockets, the engine, or the
-state of the worker. All code here runs on the thread of `Worker.run`.
+Owns: entries of requests (`ledger`), admission, requests that wait for the engine (`WaitingRoom`), streams (`Streams`),
+and pending aborts. Does not own: sockets, the engine, or the state of the worker. All code here runs on the thread of
+`Worker.run`.
 
-Promises: every submission of an accepted request gets exactly one terminal reply, if the client reads its replies.
-Every request ends through `RequestBook.end`, whatever the cause: success, an error, an abort, a lost client or a
-shutdown. Of an ended request, at most the result is kept. No user can access the requests or the cached prefixes of
-another user.
+Promises: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
+replies. Every request ends through `RequestBook.end`, after success, an error, an abort, a lost client or a shutdown.
+At most the result of an ended request is kept. No user can access the requests or the cached prefixes of another user.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def check_admission(
 
 
 def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError if a known request cannot take another submission."""
+    """Raise QueueFullError if a known request cannot accept another submission."""
     is_open = entry.key in ledger.open
     if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
         raise _too_many("clients are waiting for", entry, most)
@@ -110,7 +109,8 @@ def check_succession(entry: Entry, submission: Submission, config: WorkerConfig,
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
     """Raise QueueFullError if the submissions of known requests would exceed `max_queued_bytes`.
 
-    These submissions have a separate budget, so that a client can submit a request again after it lost its connection.
+    Submissions of known requests have a separate budget, so that a client can submit a request again after a lost
+    connection.
     """
     more, of = submission.num_bytes, " by submissions of known requests"
     _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
@@ -156,7 +156,7 @@ def _length(message: Generate | GetScores) -> tuple[str, int, int]:
 
 
 MOST_BYTES = 2**20
-"""Maximum size of a message in bytes, unless a single token is larger."""
+"""Maximum size of a message in bytes. A message with a single token may be larger."""
 Reader: TypeAlias = tuple[bytes, str | None]
 """The identity of a connection, and the caller that uses the connection."""
 _Place: TypeAlias = tuple[str, int]
@@ -199,11 +199,11 @@ class Streams:
     Owns: the tokens of unfinished samples in streamed requests, stored once for all readers; and the progress of each
     reader. Does not own: sockets, the ledger, or the replies that end a sample.
 
-    Promises: a reader gets each token once and in order, from the first token on, even if the reader joins late. After
-    the end of a sample, readers get no more deltas of the sample, because the finished sample contains the remaining
-    tokens. Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in
-    several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is
-    stored. A request without readers needs no memory here.
+    Promises: a reader gets each token once and in order, from the first token on. This holds even for a reader that
+    joins late. Deltas stop when a sample ends, because the finished sample contains the remaining tokens. Once a reader
+    has read all earlier messages, the stream sends all unsent tokens in one message, or in several messages of about
+    `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is stored. A request without
+    readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -345,8 +345,8 @@ class WaitingRoom:
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Promises: requests leave in the order of their arrival, and an aborted sample is never
-    computed. Only requests that wait for weights may leave later: they are checked again after the weights may have
-    changed.
+    computed. Requests that wait for weights may leave later, because they are checked only after a possible change of
+    the weights.
     """
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ class WaitingRoom:
         """Remove and return the due requests that weights `version` can serve, and the due requests that are refused.
 
         Refused requests are returned with their errors. Requests that wait for newer weights stay. `version`: None if
-        the model has not loaded; requests with a `min_weight_version` then stay, too.
+        the model has not loaded; all requests with a `min_weight_version` then stay.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -430,7 +430,8 @@ class Abortion(NamedTuple):
     """An abort of samples of `entry` that was sent to the engine.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the call arrived. The abort then ends the successors, too.
+    `ends_successors`: whether the entry had successors when the call arrived. If True, the abort also ends the
+    successors.
     """
 
     entry: Entry
@@ -443,8 +444,8 @@ class RequestBook:
     """The requests of all users.
 
     - `command`: sends a command to the engine.
-    - `send`: sends a frame to a client. If the client can get no more replies, `lose` is called later, never from
-      within a method of the book.
+    - `send`: sends a frame to a client. If `send` loses the client, `lose` is called later, outside of all methods of
+      the book.
     - `takes`: returns whether a client has read all messages sent so far.
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that have not been sent to the engine yet.
@@ -552,8 +553,8 @@ class RequestBook:
     def lose(self, identity: bytes) -> None:
         """Remove a lost client.
 
-        If no client waits for a request any more, end the request if it is `while_connected` or still waits for
-        weights. A client that reconnects submits the request again.
+        End each request that has no waiting client left and is `while_connected` or waits for weights. A client that
+        reconnects submits the request again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -591,13 +592,13 @@ class RequestBook:
             self.end(key, error)
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
-        """Take deltas of streamed samples from the engine."""
+        """Handle the engine's deltas of streamed samples."""
         for delta in deltas:
             entry = self.ledger.open[delta.request_id]
             self.streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
 
     def take_outputs(self, outputs: list[Output]) -> None:
-        """Take finished samples and scores from the engine."""
+        """Handle finished samples and scores from the engine."""
         for output in outputs:
             entry = self.ledger.open[output.request_id]
             if isinstance(output, SampleOutput):
@@ -612,7 +613,7 @@ class RequestBook:
                 self.end(entry.key)
 
     def take_ended(self, event: Ended) -> None:
-        """Take the outputs of an abort from the engine."""
+        """Handle the engine's response to an abort."""
         abortion: Abortion = event.command.tag
         key = abortion.entry.key
         if abortion.call is None or abortion.message is None:
@@ -641,8 +642,8 @@ class RequestBook:
     def command(self, command: Run, aborts: bool) -> None:
         """Send a command to the engine.
 
-        `aborts`: the command aborts all requests in the engine. Later submissions of the aborted requests wait until
-        these have ended.
+        `aborts`: the command aborts all requests in the engine. Later submissions of an aborted request wait until the
+        request has ended.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -651,7 +652,7 @@ class RequestBook:
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
-        """Take the outputs of a command that ran between two steps."""
+        """Handle the outputs of a command that ran between two steps."""
         self.take_outputs(outputs)
         interrupted, self._interrupted = self._interrupted, []
         for entry in interrupted:
@@ -686,7 +687,7 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors again, unless the entry is still open and affected by an abort."""
+        """Submit the entry's successors again. Does nothing while the entry is open and affected by an abort."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -702,7 +703,7 @@ class RequestBook:
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """Take the outputs that an abort has ended, and answer the abort call.
+        """Handle the outputs that an abort has ended, and answer the abort call.
 
         Without outputs, the answer is an error.
         """
@@ -756,8 +757,8 @@ def _ends_with_client(entry: Entry) -> bool:
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
     """Return the last message of a request.
 
-    `max_model_len`: None if the request was aborted before the model had loaded. The reply then contains `max_tokens`
-    as submitted.
+    `max_model_len`: None if the request was aborted before the model had loaded. If None, the reply contains
+    `max_tokens` as submitted.
     """
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4

@@ -1,9 +1,8 @@
 """The thread that owns the engine. No other thread builds the engine, adds requests or runs steps.
 
-Commands arrive through a queue, and events leave through a callback. The engine is not shared between threads, so it
-needs no locks. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which
-health and stats are answered. Promises: commands are applied in order, and every exception of the engine becomes an
-event.
+Commands arrive through a queue, and events leave through a callback. The engine needs no locks, because threads do not
+share it. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which health
+and stats are answered. Promises: commands are applied in order, and every exception of the engine becomes an event.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the thread, even if requests are unfinished. There is no response."""
+    """End the thread, even if requests are unfinished. `Stop` has no response."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, then applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
+    """Builds the engine, and applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
 
     `publish`: called on this thread with every event. `step_seconds`: histogram of step durations. `snapshot`: None
     until the engine is built.

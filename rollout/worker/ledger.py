@@ -1,9 +1,9 @@
-"""The record of requests and calls, which makes submissions idempotent, so that results survive a lost connection.
+"""Stores requests and calls, so that submissions are idempotent and results survive a lost connection.
 
 `Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
 submissions, and the replies so far as encoded frames. `Ledger` does not send replies. `Calls` owns the pending calls
-with a single reply, the clients that sent these calls, and the latest replies, for clients that did not receive them.
-This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
+with a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that lost
+a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
 
 Promises:
 
@@ -11,7 +11,7 @@ Promises:
 - An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
   exceeded, the entry that finished first is evicted first.
 - Aborted results are sent only to callers that submitted the request before the abort.
-- Finding the entries that a connection waits for takes no search through all entries.
+- The entries that a connection waits for are indexed by connection.
 - A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. The
   ledger recognizes copies of pending calls and of the `MAX_REMEMBERED` calls that were answered last. A different call
   with the same id is refused.
@@ -39,8 +39,8 @@ def scoped(user: str | None, id: str) -> str:
 def salt_of(user: str | None, cache_salt: str | None) -> str | None:
     """Return the cache salt that the engine uses for a request.
 
-    Requests without a `cache_salt` get a salt that no other user can choose, so they share prefixes only with requests
-    of the same user. Requests with the same `cache_salt` share prefixes even across users.
+    A request without `cache_salt` gets a salt that only requests of the same user have, so prefixes are not shared
+    between users. Requests with the same `cache_salt` share prefixes even across users.
     """
     if user is None:
         return cache_salt
@@ -162,13 +162,13 @@ class Entry:
     - `key`: key of the request, unique among all users. `user`: name of the user that submitted the request.
     - `params`: resolved parameters; None for a score.
     - `num_unfinished`: number of unfinished samples. `num_bytes_asked`: estimated size of the content.
-    - `subscribers`: the waiting submissions. Each gets its own replies.
+    - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
     - `callers`: all callers that submitted the request. For an open entry, the value is the number of the caller's
       waiting submissions.
     - `replies`: frames so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
-    - `successors`: submissions that arrived after an abort. Instead of the aborted results, they wait for the end of
-      the entry and are then submitted again.
+    - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
+      submitted again after the end of the entry.
     - `is_wanted`: whether to keep the result after the entry has ended.
     """
 
@@ -216,7 +216,10 @@ class Entry:
         self.is_wanted = self.is_wanted and bool(self.subscribers)
 
     def lose(self, identity: bytes) -> None:
-        """Remove a lost connection. Callers that reconnect do not get results that were aborted in the meantime."""
+        """Remove a lost connection.
+
+        A caller that reconnects does not get results that were aborted while the caller was disconnected.
+        """
         for submission in self.subscribers.take(identity):
             self.callers[submission.caller] -= 1
             if not self.callers[submission.caller]:
@@ -281,7 +284,7 @@ class KeptResults:
             self.drop(entry.key)
 
     def drop(self, key: str) -> None:
-        """Drop the entry with this key. No-op if there is none."""
+        """Drop the entry with this key. No-op if the key is unknown."""
         if (entry := self._entries.pop(key, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
@@ -395,8 +398,8 @@ class Ledger:
     def withdraw(self, key: str, caller: str) -> bool:
         """Remove `caller` from a request.
 
-        Return False if the request is unknown, or if the request is open but has no waiting submissions left, so the
-        caller of this method must end the request.
+        Return False for an unknown request, and for an open request that has no waiting submissions left. The caller of
+        this method must end such an open request.
         """
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
@@ -412,7 +415,7 @@ class Ledger:
         self.num_samples_left -= 1
 
     def fail(self, key: str) -> None:
-        """Close an open entry that ends without a result. The id can then be used again."""
+        """Close an open entry that ends without a result, and make its id available again."""
         self.stats.failed += 1
         self.num_samples_left -= self._close(key).num_unfinished
 
@@ -456,8 +459,8 @@ class _Known:
 class Calls:
     """Calls by key. The key of a call is the call's id, or a combination of user and id.
 
-    `send`: called with the identity of a client and a frame for it. `most`: maximum number of pending calls, and of
-    clients that wait for the reply to the same call.
+    `send`: called with the identity of a client and a frame for the client. `most`: maximum number of pending calls,
+    and of clients that wait for the reply to the same call.
     """
 
     def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
@@ -476,9 +479,9 @@ class Calls:
 
         The caller of this method must `answer` or `refuse` a new call.
 
-        Return False for a copy of a known call: the client gets the reply to the known call, now or later. Raise
-        IdConflictError if the key belongs to a different call. Raise QueueFullError if too many calls are pending, or
-        if too many clients wait for this call.
+        Return False for a copy of a known call. The client gets the reply to the known call, immediately or later.
+        Raise IdConflictError if the key belongs to a different call. Raise QueueFullError if too many calls are
+        pending, or if too many clients wait for this call.
         """
         content = hash(call)
         known = self._under_way.get(key) or self._answered.get(key)

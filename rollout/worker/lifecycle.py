@@ -1,8 +1,8 @@
 """The states of a worker: the legal moves between them, and the calls that each state allows.
 
-This module only records the state: the worker acts first, and then reports the result here. A call that the current
-state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A move that is not in
-`LEGAL_MOVES` is a bug and raises RuntimeError.
+This module only records the state. The worker acts first, and then reports the result to `Lifecycle`. A call that the
+current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A move that
+is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Standing:
 
     @property
     def state(self) -> State:
-        """State of a worker with this standing when no call is in progress."""
+        """State of a worker with this `Standing` while no call is in progress."""
         if self.sleeping:
             return "waking" if self.is_waking else "asleep"
         if self.is_dirty:
@@ -80,7 +80,7 @@ class Standing:
         return replace(self, is_paused=is_paused)
 
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
-        """Return the standing after a sleep of `tags`.
+        """Return the `Standing` after a sleep of `tags`.
 
         `drops_weights`: the sleep drops the weights, so a push of whole weights must follow.
         """
@@ -92,17 +92,14 @@ class Standing:
         return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
 
     def overwritten(self, is_whole: bool) -> Standing:
-        """Return the standing after the weights were partly overwritten (`is_whole` False) or completely replaced
-        (True).
-        """
+        """Return the `Standing` after the weights were overwritten, partly (`is_whole` False) or completely (True)."""
         return replace(self, is_dirty=not is_whole)
 
 
 class Lifecycle:
     """The state of one worker.
 
-    If the worker is loading, busy, shutting down or failed, that is its state. Otherwise `standing` determines the
-    state.
+    `standing` determines the state, except while the worker is loading, busy or shutting down, or after it has failed.
     """
 
     def __init__(self) -> None:
@@ -116,8 +113,8 @@ class Lifecycle:
     def check(self, call: str) -> None:
         """Check whether the state allows `call`.
 
-        Raise IllegalStateError if the state does not allow the call, or UnavailableError if the worker is shutting
-        down, because the worker will never leave that state.
+        Raise IllegalStateError if the state does not allow the call. During a shutdown, raise UnavailableError instead,
+        because no later state will allow the call.
         """
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
@@ -149,7 +146,7 @@ class Lifecycle:
         self._follow()
 
     def end(self, standing: Standing) -> None:
-        """Record that the call passed to `begin` is over. `standing`: the standing after the call."""
+        """Record that the call passed to `begin` is over. `standing`: the `Standing` after the call."""
         self._busy, self.standing = None, standing
         self._follow()
 

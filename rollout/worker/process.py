@@ -35,9 +35,8 @@ log = logging.getLogger(__name__)
 
 def load_engine(config: EngineConfig) -> ServedEngine:
     """Build the engine. Imports torch here, so that the worker can answer health calls during the import."""
-    # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, these long
-    # spins make torch's ops several times slower. A short spin costs less. torch reads GOMP_SPINCOUNT when torch is
-    # imported.
+    # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, long spins
+    # make torch's ops several times slower. A short spin costs less. torch reads GOMP_SPINCOUNT when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from ...engine.engine import Engine
@@ -58,8 +57,8 @@ def serve(
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.drain())
-    # The system may deliver a signal to any thread. Python then writes a byte to `wake_fd`, which wakes the main
-    # thread, and the main thread runs the handler.
+    # The system may deliver a signal to any thread. Python writes a byte to `wake_fd` for each signal. The byte wakes
+    # the main thread, which runs the handler.
     signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
     _run_to_the_end(worker)
 
@@ -81,8 +80,8 @@ def raise_descriptor_limit() -> None:
 def _run_to_the_end(worker: Worker) -> None:
     """Run the worker. After a shutdown, end the process with exit code 0.
 
-    `os._exit` ends the process, because a normal exit may crash the interpreter while a thread, such as the thread of a
-    push, is running torch code.
+    The process ends with `os._exit`. A normal exit may crash the interpreter if a thread, such as the thread of a push,
+    is running torch code.
     """
     try:
         worker.run()
@@ -104,8 +103,8 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
     """Run the worker of a `launch_worker` call.
 
     Read the settings from stdin as one line of JSON. Write the outcome to stdout as one line of JSON: `{"address":
-    ...}`, or an error in the format of `told`. Drain and exit when stdin ends, because the parent has then closed the
-    pipe or died.
+    ...}`, or an error in the format of `told`. Drain and exit when stdin ends, which means that the parent has closed
+    the pipe or died.
     """
     log_to_stderr(logging.WARNING)
     settings = json.loads(_read_line(0))

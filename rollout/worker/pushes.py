@@ -3,15 +3,15 @@
 `Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for that thread.
 `Operations` owns the current operation, which is a call that the engine executes between two steps. This module does
 not own the transport and the received bytes (`weight_sync.worker.receiver`), or the queue of waiting calls (`control`).
-The code here runs on the thread of `Worker.run`. Only the staging of a push has a separate thread, because staging
-takes long.
+The code here runs on the thread of `Worker.run`. Only the staging of a push runs on a separate thread, because staging
+is slow.
 
 Promises:
 
 - An operation either runs completely or changes nothing. For each operation, either `done` or `cancelled` is called,
   exactly once.
-- A push is committed as a whole or not at all. A failed push leaves the weights unchanged, except that a push in place
-  leaves the worker `dirty` if it fails after its source was opened. The staging of a failed push is freed.
+- A push is committed as a whole or not at all. A failed push leaves the weights unchanged. A push in place is the
+  exception: a failure after its source was opened leaves the worker `dirty`. The staging of a failed push is freed.
 - If the thread of a push hangs, the push is abandoned `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED`
   abandoned threads still run, new pushes are refused.
 """
@@ -80,7 +80,7 @@ def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
 class Operation:
     """A call that the engine executes between two steps.
 
-    - `busy`: state of the worker during the operation; None keeps the current state. `then`: standing of the worker
+    - `busy`: state of the worker during the operation; None keeps the current state. `then`: the worker's `Standing`
       after the operation.
     - `in_flight`: treatment of running requests. With `drain`, the operation first waits up to `timeout` seconds for
       the engine to finish all requests.
@@ -145,7 +145,10 @@ class Operations:
         self.follow()
 
     def follow(self) -> None:
-        """Send the current operation to the engine once it may run. Cancel the operation after its deadline."""
+        """Send the current operation to the engine if the engine may run the operation now.
+
+        Cancel the operation after its deadline.
+        """
         operation = self.current
         if operation is None or operation.run is not None:
             return
@@ -258,8 +261,8 @@ class Target(NamedTuple):
 class Pushes:
     """Handles the push calls that `Control` has checked.
 
-    `target`: destination of pushes; None until the model has loaded. `served`: id of the push that brought the served
-    weights; None if the weights come from the checkpoint or are lost.
+    `target`: destination of pushes; None until the model has loaded. `served`: id of the push that the served weights
+    come from; None if the weights come from the checkpoint or are lost.
     """
 
     def __init__(
@@ -435,7 +438,7 @@ class Pushes:
         )
         self._operations.begin(operation)
         push.is_committing = True
-        push.receiver.close()  # from now on, the thread of the push gets no more calls
+        push.receiver.close()  # from now on, the thread of the push receives no calls
         if push.calls:
             self._refuse_all(push, PushError("push: the commit has begun, so this call was cancelled"))
 
@@ -448,7 +451,10 @@ class Pushes:
         self._reply(call.id, call.push_id, "committed", seconds)
 
     def abort(self, call: protocol.AbortPush) -> None:
-        """Abort a push if it is in progress, and reply with its phase. Raise UnavailableError during shutdown."""
+        """Abort a push that is in progress, and reply with the phase of the push.
+
+        Raise UnavailableError during shutdown.
+        """
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
@@ -501,7 +507,7 @@ class Pushes:
         """Handle an event while a push in place waits for its source.
 
         After the source has opened, continue with the interruption of the engine. If the source could not be opened,
-        cancel the operation. The weights are then unchanged.
+        cancel the operation. The weights stay unchanged.
         """
         operation = self._operations.current
         assert operation is not None
@@ -562,8 +568,8 @@ def check_begin(
     if call.dtype != dtype:
         text = f"dtype: this worker serves {dtype} (got {call.dtype!r:.80}); push in {dtype}"
         raise PushError(text, field="dtype", value=call.dtype)
-    # A push may have an older or equal version if it sets `allow_older`. It may have an equal version if it replaces
-    # lost weights.
+    # The version must be newer than the served version, except for pushes with `allow_older`. A push that replaces lost
+    # weights may have the served version.
     is_lost_one = standing.is_dirty and call.weight_version == served_version
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(

@@ -2,7 +2,7 @@
 
 A worker has two main threads. The thread that calls `Worker.run` does all input and output, and the engine thread does
 all computation. Engine events reach the thread of `Worker.run` through an `Inbox`. Health and stats come from
-snapshots, so a long step does not delay them.
+snapshots, so that a long step does not delay the replies.
 
 Owns: the main loop; the checks and the dispatch of messages (`Dispatch`); the shutdown (`Ending`); and health, counters
 and timings (`Vitals`). Does not own: requests (`book`), pushes and the state of the worker (`control`), the engine
@@ -225,7 +225,7 @@ class Ending:
         self.deadline = time.monotonic() + self._drain_seconds
 
     def hurry(self) -> None:
-        """Move the deadline to now, unless the remaining requests are already being aborted."""
+        """Move the deadline to now. No-op if the remaining requests are already being aborted."""
         if not self.is_aborting:
             self.deadline = time.monotonic()
 
@@ -265,7 +265,7 @@ def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.Fr
 def _only_frame(frames: list[bytes], limit: int) -> bytes:
     if len(frames) != 1:
         found = len(frames)
-        text = f"message: must be one frame, as a DEALER socket sends it (got {found} frames)"
+        text = f"message: must be a single frame (got {found} frames); use a DEALER socket"
         raise ProtocolError(text, value=found, limit=1)
     if (found := len(frames[0])) > limit:
         raise MessageTooLargeError(
@@ -279,8 +279,9 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 def check_peer(peer: Peer, message: protocol.Call) -> None:
     """Raise ForbiddenError if the client's role or connection does not allow the call.
 
-    Also check requests from a connection that has ended. Raise UnavailableError if such a request is `while_connected`,
-    or if clients have user names, because another user could take over the connection's identity and get the replies.
+    Also check requests from a connection that has ended. Raise UnavailableError for a `while_connected` request. If
+    clients have user names, raise UnavailableError for every request, because another user could take over the identity
+    of the connection and get the replies.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
@@ -329,7 +330,7 @@ class Dispatch:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._refuse(peer, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # not expected here, but an OSError must not end the worker
+        except OSError as error:  # unexpected, but an OSError must not end the worker
             log.exception("could not serve a %s", message.type)
             refused = UnavailableError(
                 f"worker: the operating system has run out of a resource ({error.strerror}); try again later"
@@ -357,7 +358,8 @@ class Dispatch:
 MOST_CALLS = 1024
 """Maximum number of pending control calls, and of clients that wait for the reply to the same call."""
 TURN_SECONDS = 0.01
-"""Maximum time, in seconds, that the loop handles messages before it does other work. A single message may take longer.
+"""Maximum time, in seconds, that the loop handles messages before it does other work. Handling a single message may
+take longer.
 """
 
 
