@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Context manager that accepts connections from `listener` and opens them in `connections`."""
+    """Context manager that accepts connections from `listener` and passes each connection to `connections`."""
 
     def __init__(self, listener: socket.socket, connections: Connections) -> None:
         self._listener, self._connections = listener, connections

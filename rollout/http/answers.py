@@ -1,8 +1,8 @@
 """Answers as JSON: estimate the size of an answer before the request is accepted, and write answers in steps.
 
 Long lists in an answer are `Rows`, which produce their elements during writing. Promises: one step writes about
-`STEP_ENTRIES` entries. The event loop runs other work after about every `TURN_CHARS` characters of a long answer. Only
-a part of a long answer is in memory as JSON at a time.
+`STEP_ENTRIES` entries. The event loop runs other work after about every `TURN_CHARS` characters of a long answer. At
+any time, only a part of a long answer is in memory as JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .errors import HttpError
 from .turns import Turns
 
 STEP_ENTRIES = 512
-"""Number of entries written in one step. A step takes about a millisecond. Each token is one entry, and each most
-probable token listed with a token is another entry.
+"""Number of entries written in one step. A step takes about a millisecond. Each token is one entry. Each alternative in
+a token's list of most probable tokens is another entry.
 """
 TURN_CHARS = 2**11
 PART_BYTES = 2**16

@@ -83,7 +83,7 @@ class Endpoints:
         self._turns = Turns()
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
-        """Return the handler of an endpoint that generates.
+        """Return the handler for a generation endpoint.
 
         `read`: parses the request body. `prompt_field`: name of the request field that contains the prompts.
         `has_text`: answers contain text.

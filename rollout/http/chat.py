@@ -46,8 +46,8 @@ class ConversationFields(Fields):
 class ChatFields(TextFields, ConversationFields):
     """Fields of a chat completion.
 
-    `logprobs`: return the log-prob of each token. `top_logprobs`: also return this many of the most probable tokens at
-    each position.
+    `logprobs`: return the log-prob of each token. `top_logprobs`: also return this number of most probable tokens per
+    position.
     """
 
     logprobs: bool = False
@@ -164,7 +164,7 @@ def _token_bytes(own: ChatFields) -> TokenBytes:
 async def token_ids_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> list[int]:
     """Return the prompt of a conversation as token ids.
 
-    Raise HttpError if the prompt has more than `most` tokens, and HttpError or InvalidRequestError if a field is not
+    Raise HttpError if the prompt has more than `most` tokens. Raise HttpError or InvalidRequestError if a field is not
     supported.
     """
     if own.tool_choice not in ("auto", "none"):
@@ -172,7 +172,7 @@ async def token_ids_of(own: ConversationFields, served: ServedModel, most: int |
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():
-        text = f"chat_template_kwargs: {sorted(found)} cannot be set here; omit these names"
+        text = f"chat_template_kwargs: {sorted(found)} cannot be set here; remove them"
         raise InvalidRequestError(text, field="chat_template_kwargs")
     arguments = own.chat_template_kwargs | dict(
         tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt

@@ -66,7 +66,7 @@ class Clients:
         return found if scheme.lower() == "bearer" else None
 
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of a client's request with the cache salt for the worker.
+        """Return `params` with the cache salt for a request of `client`.
 
         By default, a request gets a salt that only requests of the same user have, so cached prefixes are not shared
         between users. Requests with the same `cache_salt` share prefixes, even across users.

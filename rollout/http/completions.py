@@ -32,8 +32,8 @@ _FAIL_FAST = Field(fail_fast=True)
 class CompletionFields(TextFields):
     """Fields of a completion.
 
-    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position. `echo`:
-    also return the prompt.
+    `logprobs`: return the log-prob of each token, and this number of most probable tokens per position. `echo`: also
+    return the prompt.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]

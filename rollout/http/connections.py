@@ -4,7 +4,8 @@ request.
 Owns: every open connection, its timers, and its limits. Promises that:
 - no stage of a connection lasts forever: timeouts close a connection if no complete head arrives, if no request follows
   an answer, or if the client does not read;
-- a new connection is accepted as long as the server can close an old connection that has no complete request;
+- at the limit on connections, a new connection is accepted if the server can close an old connection without a complete
+  request;
 - `/health` is answered even when all connections are busy;
 - a refused request is answered before its connection closes, and the unread part of its body is dropped without
   parsing.
@@ -150,8 +151,8 @@ class Connections:
         """Close the oldest connection in the first stage of `GIVES_WAY` that has connections. Return whether a
         connection was closed.
 
-        `is_extra`: True considers only connections in the reserve for `/health`, False only other connections, None all
-        connections.
+        `is_extra`: the connections to consider. True: connections in the reserve for `/health`. False: all other
+        connections. None: all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:

@@ -1,7 +1,7 @@
 """The cost of parsing a body, computed before the body is parsed.
 
-Parsing a JSON body and checking the fields block the event loop. The duration depends mainly on the number of elements,
-not on the length of the elements. Promises that computing the cost runs in short steps.
+Parsing a JSON body and checking the fields block the event loop. The parsing time depends mainly on the number of
+elements, not on the length of the elements. Promises that computing the cost runs in short steps.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
             advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
-                f"body: too many elements (limit {most}; a comma counts 1, a member of an object 4, an array 4, a "
-                f"float 6, an object 16); {advice}",
+                f"body: too many elements (limit {most} in units of cost: comma 1, object member 4, array 4, "
+                f"float 6, object 16); {advice}",
                 limit=most,
                 code="too_many_elements",
                 setting="max_body_elements" if is_setting else None,

@@ -81,7 +81,7 @@ class HttpError(TruerollError):
 def given_twice(name: str) -> HttpError:
     """Return the error for a query parameter that is given twice.
 
-    Such a query is ambiguous, because some parsers use the first value and others the last value.
+    A repeated parameter is ambiguous, because some parsers use the first value and others the last value.
     """
     return HttpError(400, f"{name}: given twice in the query; give only one value", field=name, code="invalid_request")
 

@@ -187,7 +187,7 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
 
 
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
-    """Return the parameters with a request for log-probs of the drawn tokens and of the `num_top` most probable tokens.
+    """Return a copy of `params` that requests log-probs of the drawn tokens and of the `num_top` most probable tokens.
 
     `num_top` None means no log-probs at all.
     """

@@ -28,7 +28,7 @@ class GenerateFields(GenerationFields):
 class SamplingFields(Fields):
     """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
-    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position.
+    `logprobs`: return the log-prob of each token, and this number of most probable tokens per position.
     `skip_special_tokens`: has no effect, because the answer contains no text.
     """
 

@@ -118,7 +118,7 @@ class Guard:
                 await self._bodies.read(request.scope, receive, path in LONG_PATHS)
                 self._check_slots(is_work)
         except HttpError as error:
-            error.headers["Connection"] = "close"  # the unread part of the body will stay unread
+            error.headers["Connection"] = "close"  # because the rest of the body will not be read
             return await error_answer(error)(request.scope, receive, send)
         except Gone:
             return
@@ -150,7 +150,9 @@ class Guard:
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "Origin: cross-origin requests from web pages are refused; do not use a browser")
+            raise HttpError(
+                403, "Origin: requests from pages of other origins are refused; send the request from a program"
+            )
         if not self._clients.need_key and not _is_local(host):
             raise HttpError(403, "Host: must be localhost or a loopback IP, because the server has no API keys")
 

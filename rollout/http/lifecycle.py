@@ -152,7 +152,7 @@ class Lifecycle:
     async def update_weights(self, request: Request) -> Response:
         """Serve the weights in a folder.
 
-        The folder is a push by the transport `disk`, or a checkpoint in Hugging Face format.
+        The folder contains a push that the transport `disk` wrote, or a checkpoint in Hugging Face format.
         """
         _queries(request, {})
         fields = checked(UpdateFields, read_json(request))
@@ -272,8 +272,8 @@ def _one_text(folder: Path) -> Iterator[None]:
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Return the values of the query parameters, by name.
 
-    `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown or has another
-    value, or if a parameter outside `_LISTS` is given several times.
+    `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, if a value is not
+    permitted, or if a parameter outside `_LISTS` is given several times.
     """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():

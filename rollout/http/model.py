@@ -49,7 +49,7 @@ class ServedModel:
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     def check_name(self, name: str | None) -> None:
-        """Raise HttpError if a request names another model."""
+        """Raise HttpError if a request names a model that is not served."""
         if name is not None and name != self.name:
             raise HttpError(
                 404,

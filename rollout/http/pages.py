@@ -66,7 +66,7 @@ class Pages:
     """Handlers for the page and its data.
 
     A client with the role `generate` sees only the samples of its own user. A client with the role `control` sees all
-    samples. Each front end process numbers groups from 1, so responses contain `run`, an id of the process.
+    samples. Every front end process starts its group ids at 1, so responses contain `run`, an id of the process.
     """
 
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
@@ -107,8 +107,9 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def tokens(self, request: Request) -> Response:
-        """Return tokens from `start` on, of the sample `sample` or, without `sample`, of the prompt of the group
-        `group`.
+        """Return the tokens of a sample from position `start` on.
+
+        Without the query parameter `sample`, return the tokens of the group's prompt.
         """
         group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
@@ -125,7 +126,7 @@ class Pages:
         return _data(told)
 
     async def score(self, request: Request) -> Response:
-        """Score a sample, and compare the bits of the new log-probs and the log-probs of the sample."""
+        """Score a sample, and compare the new log-probs with the log-probs of the sample, bit by bit."""
         fields = checked(ScoreFields, read_json(request))
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
@@ -174,8 +175,8 @@ class Pages:
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
     """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
 
-    The returned `num_equal` is the number of equal elements. `difference` is the first difference, as the position of
-    the token and both log-probs, or None.
+    The returned `num_equal` is the number of equal elements. `difference` is None, or the position of the first
+    differing token with both log-probs.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
@@ -186,7 +187,7 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """Return the user to whose groups the request is limited; None if the request may see all groups."""
+    """Return the user if the request may see only the groups of this user; None if the request may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 

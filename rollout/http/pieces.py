@@ -32,8 +32,8 @@ class Piece:
 
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
     the first token of the piece in the sample. `text`: new text, which may not include the latest tokens yet.
-    `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: in
-    the last piece of a sample, the finished sample; otherwise None.
+    `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: the
+    finished sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int

@@ -17,9 +17,9 @@ from ...engine.request import SampleOutput, SamplingParams, WeightSpan
 MOST_GROUPS = 300
 MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
-"""Maximum size of one group, in bytes. Samples that do not fit into this size are not kept."""
+"""Maximum size of one group, in bytes. Samples beyond this size are not kept."""
 OBJECT_BYTES = 2048
-"""Upper bound on the memory of a sample or a group without arrays, in bytes."""
+"""Upper bound on the memory of a sample or a group, excluding arrays, in bytes."""
 _MOST_TEXT = 500
 
 

@@ -76,8 +76,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 def _map_large_blocks() -> None:
     """Make glibc map large blocks one by one, so that freed memory of large request bodies returns to the system.
 
-    By default, glibc raises the minimum size for mapping when a mapped block is freed, so that long bodies would leave
-    hundreds of megabytes allocated.
+    By default, glibc raises the minimum size for mapping whenever a mapped block is freed. Freed request bodies would
+    then leave hundreds of megabytes allocated.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)

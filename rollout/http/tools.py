@@ -36,7 +36,7 @@ class ToolText:
 
 
 def _overlap(text: str) -> int:
-    """Return the number of final characters of a text that may begin a tool call."""
+    """Return the length of the longest suffix of a text that may begin a tool call."""
     return next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
 
 

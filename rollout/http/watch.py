@@ -25,7 +25,7 @@ MOST_LOOKS = 3600
 REPORT_SECONDS = 2.0
 """Maximum age, in seconds, of a health report that `Watch.report` returns."""
 UNREACHABLE = "unreachable"
-"""State in the look at a worker that does not answer."""
+"""The state that a look records while the worker does not answer."""
 COUNTERS = (
     *("computed_tokens", "computed_prompt_tokens", "prefix_queries", "prefix_hits", "preemptions"),
     *("num_running", "num_waiting"),
@@ -54,7 +54,7 @@ class Watch:
             await asyncio.sleep(LOOK_SECONDS)
 
     def since(self, seconds: float) -> dict[str, list[Any]]:
-        """Return the looks after a time in seconds since 1970. The result has a list of values for each column."""
+        """Return the looks after the time `seconds`, in seconds since 1970, as one list of values per column."""
         looks = [look for look in self._looks if look[0] > seconds]
         return {name: [look[i] for look in looks] for i, name in enumerate(COLUMNS)}
 

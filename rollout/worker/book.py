@@ -148,7 +148,9 @@ def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str
 
 
 def _length(message: Generate | GetScores) -> tuple[str, int, int]:
-    """Return the name of the field with the prompt, its length in tokens, and the number of tokens that may follow."""
+    """Return the name of the prompt field, the length of the prompt in tokens, and the number of new tokens that must
+    fit.
+    """
     if isinstance(message, GetScores):
         return "token_ids", len(message.token_ids) // 4, 0
     num_new = 1 if (most := message.params.max_tokens) is None else most
@@ -160,7 +162,7 @@ MOST_BYTES = 2**20
 Reader: TypeAlias = tuple[bytes, str | None]
 """The identity of a connection, and the caller that uses the connection."""
 _Place: TypeAlias = tuple[str, int]
-"""A sample: the key of its request, and its index."""
+"""A sample, as the key of the request and the index of the sample."""
 
 
 @dataclass
@@ -199,11 +201,11 @@ class Streams:
     Owns: the tokens of unfinished samples in streamed requests, stored once for all readers; and the progress of each
     reader. Does not own: sockets, the ledger, or the replies that end a sample.
 
-    Promises: a reader gets each token once and in order, from the first token on. This holds even for a reader that
-    joins late. Deltas stop when a sample ends, because the finished sample contains the remaining tokens. Once a reader
-    has read all earlier messages, the stream sends all unsent tokens in one message, or in several messages of about
-    `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is stored. A request without
-    readers needs no memory in `Streams`.
+    Promises: a reader gets each token once and in order, from the first token on. A reader that joins late also starts
+    with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining tokens.
+    Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in several
+    messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is stored. A
+    request without readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -409,7 +411,7 @@ def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
     """Return the error for a request that demands newer weights than `version`."""
     return StaleWeightsError(
         f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
-        f"version {version}; if the worker was restarted, push again; or use wait_for_weights",
+        f"version {version}; push newer weights (again if the worker was restarted), or set wait_for_weights",
         field="min_weight_version",
         value=message.min_weight_version,
         limit=version,
@@ -687,7 +689,7 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors again. Does nothing while the entry is open and affected by an abort."""
+        """Submit the entry's successors again. No-op while the entry is open and affected by an abort."""
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -697,7 +699,9 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
-        """Send the engine an abort of one sample, if the call names a sample, or else of all samples of the entry."""
+        """Send the engine an abort of the sample that the abort call names, or of all samples if the call names no
+        sample.
+        """
         abortion.entry.num_aborts += 1
         index = None if abortion.message is None else abortion.message.index
         self._command(End(abortion.entry.key, index, abortion))

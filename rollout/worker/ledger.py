@@ -11,7 +11,7 @@ Promises:
 - An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
   exceeded, the entry that finished first is evicted first.
 - Aborted results are sent only to callers that submitted the request before the abort.
-- The entries that a connection waits for are indexed by connection.
+- Open entries are indexed by the connections that wait for them.
 - A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. The
   ledger recognizes copies of pending calls and of the `MAX_REMEMBERED` calls that were answered last. A different call
   with the same id is refused.
@@ -103,7 +103,7 @@ def _text_bytes(*texts: str | None) -> int:
 class Submission(NamedTuple):
     """A recipient of replies: the identity of a connection, and the caller that uses the connection.
 
-    `num_streamed`: number of samples whose deltas the submission requests.
+    `num_streamed`: number of samples for which the submission requests deltas.
     """
 
     identity: bytes
@@ -243,7 +243,7 @@ class ServiceStats:
 
 
 class KeptResults:
-    """Ended entries, by key, in the order of their ends. The oldest entries are evicted first.
+    """Ended entries by key, in the order in which the entries ended. The oldest entries are evicted first.
 
     Holds at most `max_results` entries of at most `max_bytes` in total. `num_bytes`: estimated size of all entries.
     """
@@ -519,5 +519,7 @@ class Calls:
 
     def _check_room(self, found: int) -> None:
         if found >= self._most:
-            text = f"calls: {found} calls, or clients of one call, are waiting (limit {self._most}); wait for replies"
+            text = (
+                f"calls: too many pending calls or clients of one call ({found}, limit {self._most}); wait for replies"
+            )
             raise QueueFullError(text, value=found + 1, limit=self._most)

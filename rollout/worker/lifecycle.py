@@ -99,7 +99,8 @@ class Standing:
 class Lifecycle:
     """The state of one worker.
 
-    `standing` determines the state, except while the worker is loading, busy or shutting down, or after it has failed.
+    `standing` determines the state, except while the worker is loading, busy or shutting down, or after the worker has
+    failed.
     """
 
     def __init__(self) -> None:

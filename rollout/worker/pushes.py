@@ -72,7 +72,7 @@ class EngineHost(Protocol):
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """Settle the engine. This is the default action of an operation."""
+    """Settle the engine, as the default action of an operation."""
     return engine.settle()
 
 
@@ -88,7 +88,7 @@ class Operation:
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
     - `opens_by`: deadline, in monotonic seconds, for opening the source of a push in place. The operation waits until
-      the source is open. None if the operation does not wait for a source.
+      the source is open. `opens_by` is None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -223,8 +223,8 @@ class Push:
     """A push in progress.
 
     `calls`: deadlines of the calls that wait for the thread of the push, in monotonic seconds, by call id. `staging`:
-    the staged weights, from verification until the end of the push. None at other times, so that the memory is freed
-    even if a reference to the push remains. `is_committing`: the commit has begun.
+    the staged weights, from verification until the end of the push. `staging` is None at other times, so that the
+    memory is freed even if a reference to the push remains. `is_committing`: the commit has begun.
     """
 
     begin: protocol.BeginPush
@@ -285,7 +285,7 @@ class Pushes:
     @property
     def weights(self) -> Destination:
         """The destination of pushes. Use this property only after the model has loaded."""
-        assert self.target is not None, "the check of a call fails until the model has loaded"
+        assert self.target is not None, "calls are refused until the model has loaded"
         return self.target.weights
 
     @property

@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """A queue of items from any thread, for one thread that waits on `fileno`."""
+    """A queue that any thread can fill. One thread waits on `fileno` and empties the queue."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -279,9 +279,9 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 def check_peer(peer: Peer, message: protocol.Call) -> None:
     """Raise ForbiddenError if the client's role or connection does not allow the call.
 
-    Also check requests from a connection that has ended. Raise UnavailableError for a `while_connected` request. If
-    clients have user names, raise UnavailableError for every request, because another user could take over the identity
-    of the connection and get the replies.
+    Raise UnavailableError for a `while_connected` request from a connection that has ended. If clients have user names,
+    refuse every request from an ended connection, because another user could take over the connection's identity and
+    get the replies.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
@@ -506,7 +506,10 @@ class Worker:
         self._router.send(identity, protocol.encode(message))
 
     def weight_version(self) -> int:
-        """Return the version of the engine's weights after its last step or command. The model must have loaded."""
+        """Return the version of the engine's weights after the engine's last step or command.
+
+        The model must have loaded.
+        """
         assert self._vitals.version is not None
         return self._vitals.version
 
