@@ -23,8 +23,8 @@ class WorkerConfig(BaseModel):
     - `curve_secret_key_file`, `clients_file`: the worker's secret key, in the format of `zmq.auth.create_certificates`,
       and a file with the public keys of the admitted clients (see `network.keys`). Set both settings or neither. A tcp
       address beyond loopback needs both settings. A tcp address on loopback uses this user's own keys by default.
-    - `max_connections`: maximum number of connections. The worker lowers larger numbers to half of the process's limit
-      on open file descriptors.
+    - `max_connections`: maximum number of connections. A number above half of the process's descriptor limit is lowered
+      to half of the limit.
     - `max_message_bytes`: maximum size of a message
     - `max_n`: maximum number of samples per request
     - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, of their

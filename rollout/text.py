@@ -116,7 +116,7 @@ class TextModel:
         Decodes in this process. This is safe, because `check_tokenizer` bounds the cost of decoding when the tokenizer
         is loaded.
         """
-        try:  # no context manager, because it would double the time, and streams decode each token
+        try:  # no context manager, which would double the time of this frequent call
             return self._decode(list(token_ids), skip_special_tokens)
         except KeyboardInterrupt:
             raise

@@ -178,7 +178,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """Send a call and return the reply. The first byte of the reply is the kind of the reply:
+        """Send a call and return the reply. The first byte of a reply is its kind:
 
         - `+`: the result
         - `-`: an error text

@@ -247,7 +247,8 @@ class _Turns:
 class Connection(asyncio.BufferedProtocol):
     """One connection.
 
-    `client`, `server`: addresses of the two ends. `is_extra`: the connection belongs to the reserve for `/health`.
+    `client`, `server`: addresses of the client and of this server. `is_extra`: the connection belongs to the reserve
+    for `/health`.
     """
 
     def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:

@@ -80,7 +80,7 @@ class SampleLog:
 
     @property
     def first_id(self) -> int:
-        """Id of the oldest kept group. If no group is kept, the id of the next group."""
+        """Id of the oldest kept group, or of the next group if no group is kept."""
         return next(iter(self._groups), self._last_id + 1)
 
     def add(

@@ -83,7 +83,7 @@ class Texts:
         """Return a decoder for tokens that arrive one at a time."""
 
         def decode(token_ids: list[int]) -> str:
-            if len(token_ids) == 1:  # true for half of all calls
+            if len(token_ids) == 1:  # half of all calls have one token
                 return self.token(token_ids[0], skip_special_tokens)
             return self._model.decode(token_ids, skip_special_tokens)
 
