@@ -44,8 +44,8 @@ request is being answered. `closing`: the connection drops incoming data until i
 read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
-"""The stages in which connections may be closed to make room, in the order of closing. Within a stage, the oldest
-connection is closed first.
+"""The stages in which connections may be closed to make room. Connections in the first stage of this list are closed
+first. Within a stage, the oldest connection is closed first.
 """
 
 HEALTH_PATH = b"/health"

@@ -204,7 +204,7 @@ def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
         f"{operation.call.type}: timed out with {num_unfinished} unfinished requests, and changed nothing; try again "
-        "with a longer timeout, or with in_flight recompute or abort"
+        "with a longer timeout, or set in_flight to recompute or abort"
     )
 
 
@@ -223,8 +223,8 @@ class Push:
     """A push in progress.
 
     `calls`: deadlines of the calls that wait for the thread of the push, in monotonic seconds, by call id. `staging`:
-    the staged weights, from verification until the end of the push. `staging` is None at other times, so that the
-    memory is freed even if a reference to the push remains. `is_committing`: the commit has begun.
+    the staged weights, from verification until the end of the push. `staging` is None before verification and after the
+    push, so that the memory is freed even if a reference to the push remains. `is_committing`: the commit has begun.
     """
 
     begin: protocol.BeginPush
