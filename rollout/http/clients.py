@@ -25,7 +25,7 @@ from .errors import HttpError
 
 MOST_KEY_BYTES = 4096
 MOST_CLIENTS = 1024
-"""Maximum number of keys. The number is limited, because the key of each request is compared with all known keys."""
+"""Maximum number of keys. More keys are refused, because the key of each request is compared with all known keys."""
 MOST_FILE_BYTES = 2**18
 FEWEST_KEY_CHARS = 16
 _CLIENT = "trueroll.client"

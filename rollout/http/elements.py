@@ -15,8 +15,8 @@ from .errors import HttpError
 WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16, b".": 6}
 """Cost of an element in units of about 0.1 µs, by the character that marks the element. A dot marks a float."""
 MAX_DIGITS = 40
-"""Maximum number of consecutive digits. The number is limited, because the time to parse a number grows with the square
-of its length.
+"""Maximum number of consecutive digits. Longer numbers are refused, because the time to parse a number grows with the
+square of its length.
 """
 _STEP_BYTES = 2**18
 """Number of bytes counted in one step. A step takes about a millisecond."""
@@ -32,8 +32,8 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
     """Check the cost of a body's elements in steps, and yield between steps.
 
     Raise HttpError if the total cost by `WEIGHTS` exceeds `most`, or if a number has more than `MAX_DIGITS` consecutive
-    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. If
-    True, the error advises the client to raise the setting.
+    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. With
+    `is_setting`, the error advises the client to raise the setting.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):

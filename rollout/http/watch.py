@@ -1,9 +1,9 @@
 """Poll the worker once a second, for the page at `/ui` and for `/health` requests while the worker is slow.
 
-Owns: the looks of the last hour, and the last health report. A look is a snapshot of the worker's state and counters.
-Promises: polling never stops because of an error. While the worker does not answer, the looks have the state
-`unreachable`. `report` never returns a report that is older than `REPORT_SECONDS`, or older than the front end's last
-change of the worker's state.
+Owns: the snapshots of the last hour (`looks`), and the last health report. A look is a snapshot of the worker's state
+and counters. Promises: polling never stops because of an error. While the worker does not answer, the looks have the
+state `unreachable`. `report` never returns a report that is older than `REPORT_SECONDS`, or older than the front end's
+last change of the worker's state.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ and pending aborts. Does not own: sockets, the engine, or the state of the worke
 
 Promises: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
 replies. Every request ends through `RequestBook.end`, after success, an error, an abort, a lost client or a shutdown.
-At most the result of an ended request is kept. No user can access the requests or the cached prefixes of another user.
+After a request has ended, only the result of the request may be kept. No user can access the requests or the cached
+prefixes of another user.
 """
 
 from __future__ import annotations
@@ -411,7 +412,7 @@ def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
     """Return the error for a request that demands newer weights than `version`."""
     return StaleWeightsError(
         f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
-        f"version {version}; push newer weights (again if the worker was restarted), or set wait_for_weights",
+        f"version {version} (a restarted worker has lost its pushes); push newer weights, or set wait_for_weights",
         field="min_weight_version",
         value=message.min_weight_version,
         limit=version,
@@ -432,8 +433,8 @@ class Abortion(NamedTuple):
     """An abort of samples of `entry` that was sent to the engine.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the call arrived. If True, the abort also ends the
-    successors.
+    `ends_successors`: whether the entry had successors when the call arrived. An abort with `ends_successors` also ends
+    the successors.
     """
 
     entry: Entry
@@ -761,8 +762,8 @@ def _ends_with_client(entry: Entry) -> bool:
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
     """Return the last message of a request.
 
-    `max_model_len`: None if the request was aborted before the model had loaded. If None, the reply contains
-    `max_tokens` as submitted.
+    `max_model_len`: None if the request was aborted before the model had loaded. If `max_model_len` is None, the reply
+    contains `max_tokens` as submitted.
     """
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4

@@ -122,7 +122,7 @@ class Control:
         self._requests.admit()
         while self._waiting and self._operations.current is None:
             self._try(self._waiting.popleft())
-            self._requests.admit()  # so that a later call, such as a drain, covers all requests before it
+            self._requests.admit()  # so that a later call, such as a drain, covers earlier requests
 
     def handle_ran(self, event: Ran) -> None:
         """Record that the engine has finished the action of the current operation."""
