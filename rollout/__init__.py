@@ -1,4 +1,6 @@
-"""The service around the engine. Names are imported on first use, so a client loads only the modules that it needs."""
+"""The public API of the rollout service. Each name is imported on first use, so a client loads only the modules that it
+needs.
+"""
 
 from __future__ import annotations
 

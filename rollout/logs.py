@@ -1,6 +1,6 @@
 """The lines of commands and workers on stderr: logs, and the last line of an interrupted process.
 
-Text from outside cannot forge or color log lines.
+Untrusted text cannot forge or color log lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 class LineFormatter(logging.Formatter):
     """Formatter that writes each message as one line and escapes unprintable characters, including line breaks.
 
-    The lines of a traceback are indented, so that none of them looks like a message.
+    The lines of a traceback are indented, so that no line looks like a log message.
     """
 
     def __init__(self) -> None:

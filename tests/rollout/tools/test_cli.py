@@ -455,7 +455,7 @@ def test_an_interrupted_command_ends_with_one_line(command: list[str]) -> None:
 @pytest.mark.parametrize("command", [["top"], ["audit", "smollm2"], ["generate", "--prompt", "a"]])
 def test_a_missing_socket_is_told_at_once(tmp_path: Path, command: list[str]) -> None:
     shown = trueroll(*command, f"ipc://{tmp_path}/none.sock")
-    assert shown.returncode == 1 and "does not exist; start one with `trueroll serve MODEL`" in shown.stderr
+    assert shown.returncode == 1 and "does not exist; start a worker with `trueroll serve MODEL`" in shown.stderr
     assert shown.stderr.count("\n") == 1
 
 
