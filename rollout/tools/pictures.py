@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,6 +14,9 @@ from trueroll.errors import ConfigError
 if TYPE_CHECKING:  # these modules import torch
     from ..auditing import Audit
     from ..client.client import RolloutClient
+
+TITLE_WIDTH = 80
+"""Characters of a line of a title."""
 
 
 def check_can_plot() -> None:
@@ -41,7 +45,7 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
         places = [place for sample in audit.differences for place in range(len(sample))]
         values = [value for sample in audit.differences for value in sample]
         axes.scatter(places, values, s=10, color=color, label=label, zorder=2 + audit.is_aligned)
-    axes.set_title(title)
+    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
     axes.set_xlabel("token of the sample")
     axes.set_ylabel("trainer's log-prob - worker's (nats)")
     figure.legend(loc="outside lower center")
@@ -62,7 +66,7 @@ def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, f
         medians = [median(each) for each in runs]
         lines = [[m - each[0], each[-1] - m] for m, each in zip(medians, runs, strict=True)]
         axes.bar(places, medians, width, label=system, yerr=list(zip(*lines, strict=True)), capsize=3)
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_ylabel("generated tokens per second")
     axes.legend()

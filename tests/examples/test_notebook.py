@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def test_the_cells_train_without_a_mismatch(
 ) -> None:
     model = make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")
     monkeypatch.syspath_prepend(NOTEBOOK.parent)
+    monkeypatch.delitem(sys.modules, "grpo", raising=False)  # another test may have changed it
     before = matplotlib.get_backend()
     matplotlib.use("agg")
     parameters, *cells = ["".join(cell["source"]) for cell in code_cells()]
@@ -36,6 +38,7 @@ def test_the_cells_train_without_a_mismatch(
             exec(cell, found)
     finally:
         matplotlib.use(before)
+        sys.modules.pop("grpo", None)
         found["resources"].close()
     assert found["mismatches"] == [0.0] * STEPS and len(found["rewards"]) == STEPS
     assert all(difference > 0.0 for difference in found["plain_mismatches"]), "premise: the plain forward pass differs"
