@@ -44,5 +44,5 @@ def test_the_report_compares_and_floods(
     text = " ".join(capsys.readouterr().out.split())
     for row in ("group", "3 singles", "3 streams"):
         assert re.search(rf"│ {row} │ [\d,.]+", text), row
-    for said in ("first token: ", "20 connections held", "120 malformed requests, all refused"):
+    for said in ("first token: ", "20 connections held open", "120 malformed requests, all refused"):
         assert said in text
