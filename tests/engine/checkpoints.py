@@ -1,4 +1,4 @@
-"""Further versions of a model's weights: as a checkpoint, as tensors, and staged in an engine."""
+"""New versions of a model's weights: as a checkpoint, as tensors, and staged in an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders given as models that hold something else, or something more: the error says what it is and what to do."""
+"""Model folders with wrong or additional content: the error names the content and says what to do."""
 
 from __future__ import annotations
 
