@@ -1,4 +1,6 @@
-"""A worker process with the fake engine. With `model` "broken" loading fails; with "slow" it never ends."""
+"""A worker process with the fake engine. If `model` is "broken", loading fails. If `model` is "slow", loading never
+ends.
+"""
 
 from __future__ import annotations
 

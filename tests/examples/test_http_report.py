@@ -1,4 +1,4 @@
-"""The HTTP report runs on a tiny model. It checks bits and answers itself."""
+"""The HTTP report runs on a tiny model. The report itself checks bits and responses."""
 
 from __future__ import annotations
 

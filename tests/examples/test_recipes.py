@@ -1,4 +1,4 @@
-"""The recipes run on a tiny model. Each recipe asserts its own claims; these tests check their premises."""
+"""The recipes run on a tiny model. Each recipe asserts its own claims. These tests check the premises of the claims."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Run: TypeAlias = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that often ends its turn with the template's token, or its sequence with another token."""
+    """A model that often ends its turn with the chat template's token, or ends the sequence with another token."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "chat", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][[END_OF_SEQUENCE, END_OF_TURN]] *= 5.0
@@ -74,7 +74,7 @@ def run_with_own_workers(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
 
 @pytest.fixture
 def run(run_with_own_workers: Run, workers: list[WorkerProcess], model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The same as `run_with_own_workers`, with running workers."""
+    """A function like `run_with_own_workers` that uses running workers."""
 
     def launch(folder: str, **settings: Any) -> AbstractContextManager[WorkerProcess]:
         assert folder == str(model) and settings.items() <= SETTINGS.items()
@@ -98,7 +98,7 @@ def test_a_chat_sample_stops_at_the_end_of_turn_of_the_template(run: Run) -> Non
 
 
 def test_seeds(model: Path) -> None:
-    """Runs the recipe by the command on the page."""
+    """Runs the recipe with the command from docs/recipes.md."""
     command = [sys.executable, "examples/recipes/seeds.py", str(model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
