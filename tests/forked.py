@@ -33,7 +33,7 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _LOCK = threading.Lock()
-"""Serializes exit codes: starting a process polls the exit codes of all processes, and each exit code can be read only
+"""Guards exit codes. Starting a process polls the exit codes of all processes, and each exit code can be read only
 once.
 """
 

@@ -51,9 +51,7 @@ def test_every_assumption_has_a_reason() -> None:
 
 
 def test_a_program_of_a_product_by_hand(report: ModuleType) -> None:
-    """A tile of 64 features by 16 tokens over 256 columns. An instruction covers 16 columns, so each 64 columns take 4
-    instructions.
-    """
+    """A tile of 64 features by 16 tokens over 256 columns takes 16 matrix instructions of 16 columns each."""
     work = report.triton_model.tile_work(64, [16, 0], 256, depth=128, stages=3)
     assert work.l2 == (64 + 16) * 256 * 2
     assert work.matrix == 64 * 16 * 256 / 2048
@@ -115,7 +113,7 @@ def test_more_rows_never_take_fewer_bytes_from_memory(layers: list[tuple[Any, di
 
 
 def test_the_limit_of_a_product_by_hand(report: ModuleType) -> None:
-    """The weight has 1 GB. Reading it limits few rows, and multiplying limits many rows."""
+    """For a weight of 1 GB, few rows are limited by reading the weight, and many rows are limited by multiplying."""
     assert report.product_limit(2**15, 2**14, 1) == 2**30 / 3.0e12
     assert report.product_limit(2**15, 2**14, 1000) == pytest.approx(2**30 * 1000 / 880e12)
 

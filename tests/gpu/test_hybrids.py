@@ -1,4 +1,5 @@
-"""Hybrids: a token has the same bits by decode, by prefill, by a graph, and when continued from any checkpoint."""
+"""Hybrid models: a token has the same bits by decode, by prefill, by a graph, and after a restore from any checkpoint.
+"""
 
 from __future__ import annotations
 

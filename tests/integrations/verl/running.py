@@ -1,4 +1,4 @@
-"""Runs verl's GRPO main on a CPU, in verl's own environment, and reads its output."""
+"""Runs verl's GRPO entry point on a CPU, in verl's own virtual environment, and reads the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import make_tiny_model
 HERE = Path(__file__).parent
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 PROMPTS, SAMPLES, RESPONSE_LENGTH = 4, 4, 24
-"""Prompts and samples per step; response length in tokens."""
+"""Prompts per step, samples per step, and response length in tokens."""
 
 # verl's own settings for a run on a few CPU cores.
 ON_A_CPU = """
@@ -62,7 +62,7 @@ trainer.total_epochs=100
 
 @dataclass(frozen=True)
 class Run:
-    """verl's log entries per step, and the samples per step: their `input`, `output` and `score`."""
+    """verl's log entries per step, and the samples per step with `input`, `output` and `score`."""
 
     metrics: list[dict[str, Any]]
     samples: list[list[dict[str, Any]]]
