@@ -53,7 +53,7 @@ class Raw:
         return status, headers, json.loads(self._file.read(int(headers["content-length"])))
 
     def is_closed(self) -> bool:
-        """Wait for the end of the connection and return whether it came. Fails if more data arrives."""
+        """Wait until the server closes the connection, and return True. Raise AssertionError if more data arrives."""
         try:
             rest = self._file.read(1)
         except ConnectionError:

@@ -51,7 +51,7 @@ def test_versions_and_driver(record_property: Callable[[str, str], None]) -> Non
 
 @pytest.fixture
 def loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """All kernels of this project that run in the test, by their source and constants."""
+    """All kernels of this project that run in the test, by hash of the compiled kernel."""
     seen: dict[str, Any] = {}
     run_kernel: Callable[..., Any] = JITFunction.run
 

@@ -28,7 +28,7 @@ WEIGHTS: list[Callable[..., Tensor]] = [
 
 
 def drawn() -> Tensor:
-    """Return eight tokens, each as often as its probability in `Q`: a mean over them is the expectation under `Q`."""
+    """Return eight tokens with the frequencies of `Q`, so that a mean over the tokens is the expectation under `Q`."""
     return torch.arange(3).repeat_interleave((Q * 8).long())
 
 
@@ -100,7 +100,7 @@ def test_ratios_at_the_bounds_are_kept() -> None:
 
 
 def test_weights_of_sequences_are_unbiased_and_those_of_tokens_are_not() -> None:
-    """For any function of a sequence, its weighted mean under the rollout is its mean under the trainer."""
+    """For any function of a sequence, the weighted mean under the rollout equals the mean under the trainer."""
     log_p, log_q, probability = pairs()
     value = torch.arange(9.0, dtype=torch.float64).square()
     expected = (log_p.sum(1).exp() * value).sum().item()
@@ -143,7 +143,7 @@ def test_neither_padding_nor_packing_changes_a_bit(weigh: Callable[..., Tensor],
     packed = [x.flatten() for x in (log_probs, sampled, mask)]
     assert torch.equal(weigh(*packed, lengths=[40, 40, 40], level=level), padded.flatten())
 
-    # Only the tokens of the mask, as in a trainer that indexes everything with [mask].
+    # Only the tokens of the mask, as in a trainer that indexes every tensor with [mask].
     compact = weigh(log_probs[mask], sampled[mask], lengths=mask.sum(1).tolist(), level=level)
     assert torch.equal(compact, padded[mask])
 
@@ -176,7 +176,7 @@ def test_equal_log_probs_have_weights_of_exactly_1(level: Level) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_finite_however_far_apart_the_policies_are(dtype: torch.dtype) -> None:
-    """Ratios of e^±100 exceed float32, and products of them exceed float64."""
+    """Ratios of e^±100 exceed float32, and products of such ratios exceed float64."""
     sampled = torch.tensor([[-100.0] * 20, [0.0] * 20], dtype=dtype)
     log_probs = sampled.flip(0)
     assert torch.equal(
