@@ -105,7 +105,7 @@ EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
 
 
 def hidden_size(layers: Sequence[LayerSpec]) -> int:
-    """Return the least round hidden size that the layers accept."""
+    """Return a hidden size that the layers accept, divisible by the smallest possible power of two."""
     return 144 if any(isinstance(layer.mlp, ExpertsSpec) for layer in layers) else 130
 
 

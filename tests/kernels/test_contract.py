@@ -304,8 +304,8 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 }
 
 
-# The ops that are fast enough for an interpreter, each with its dtype and number of rows. `layers` is left out, because
-# it only calls other ops.
+# The ops that are fast enough for an interpreter, each in one dtype and with this number of rows. `layers` is left out,
+# because it only calls other ops.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
     *(

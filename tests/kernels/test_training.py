@@ -797,8 +797,8 @@ def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
 
 
 def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) -> None:
-    """accelerate replaces the forward pass when it adds autocast. A model that is aligned after accelerate has wrapped
-    it is not tested here.
+    """accelerate replaces the forward pass when it adds autocast. Replacing the forward pass of an aligned model is
+    supported.
     """
     model, twin = load(tiny_llama), load(tiny_llama, torch.bfloat16, "cpu")
     plain = model.forward

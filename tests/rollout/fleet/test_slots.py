@@ -1,4 +1,5 @@
-"""The slots of a fleet, without Ray: the published members, and the choice of the worker that gives its weights."""
+"""The slots of a fleet, without Ray: the published members, and the choice of the worker that hands over its weights.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def workers(slots: Slots) -> list[RunningWorker]:
         (["ready 3", "ready 3"], 1),
         (["ready 3", "ready 3 joining"], None),
         (["ready 3", "ready 4", "ready 5"], 2),
-        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights win, even if they cannot be written now
+        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights win, even if the worker cannot write them now
         (["ready 3", "asleep 5", "paused 5"], 2),
     ],
 )
