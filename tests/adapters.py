@@ -26,7 +26,9 @@ def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **con
 
 @torch.no_grad()
 def change(model: Any, seed: int) -> None:
-    """Set all trained parameters to new values. The values depend only on `seed`, so all processes get the same values.
+    """Set all trained parameters to new values.
+
+    The values depend only on `seed`, so all processes get the same values.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -234,7 +234,9 @@ class Campaign:
         return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
 
     def _leave_old_push(self) -> None:
-        """Leave a push by disk in the folder, as if from an earlier run. The next push by disk removes that leftover.
+        """Leave a push by disk in the folder, as if from an earlier run.
+
+        The next push by disk removes that leftover.
         """
         if not list(self._folder.glob("version-900-*")):
             write_old_push(self._folder, self._model, f"{self._random.getrandbits(128):032x}")

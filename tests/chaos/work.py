@@ -60,7 +60,9 @@ class BrokenPromise(Exception):
 
 
 def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Return two sets of weights for alternating versions. Both sets differ from the weights of the model in `folder`.
+    """Return two sets of weights for alternating versions.
+
+    Both sets differ from the weights of the model in `folder`.
     """
     own = load_file(folder / "model.safetensors")
     return [{name: tensor * factor for name, tensor in own.items()} for factor in (1.125, 1.25)]
@@ -118,7 +120,9 @@ class Work:
         return taken(lambda: self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version))
 
     def stream(self, version: int) -> Bits:
-        """Return all samples, joined from their pieces. Raise BrokenPromise if a sample arrives twice or lacks pieces.
+        """Return all samples, joined from their pieces.
+
+        Raise BrokenPromise if a sample arrives twice or lacks pieces.
         """
         self.at("stream")
         return taken(lambda: self._streamed(version))

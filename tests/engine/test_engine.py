@@ -267,7 +267,9 @@ def test_drawing_from_several_rows_equals_drawing_one_by_one(
 
 
 def test_prompts_share_blocks_only_for_the_same_content(tiny_llama: Path) -> None:
-    """The model does not use the content yet. The content only decides which KV is reused, and does not change any bit.
+    """The model does not use the content yet.
+
+    The content only decides which KV is reused, and does not change any bit.
     """
     engine, prompt = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(200)
     one, other = ((ContentSpan(70, 90, bytes([number] * HASH_BYTES)),) for number in (1, 2))

@@ -223,7 +223,9 @@ def test_a_trainer_computes_the_bits_of_every_instruction_set(
 
 
 def test_master_weights_under_autocast_equal_a_bfloat16_worker(tiny_model: Path) -> None:
-    """The float32 master weights have values that bfloat16 cannot represent. The worker has the rounded master weights.
+    """The float32 master weights have values that bfloat16 cannot represent.
+
+    The worker has the rounded master weights.
     """
     masters = trainer_model(tiny_model, "float32")
     assert any(not torch.equal(p, p.bfloat16().float()) for p in masters.parameters())

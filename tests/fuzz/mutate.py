@@ -84,7 +84,9 @@ def _replace(rng: random.Random, place: Place, others: Sequence[dict[str, Any]])
 
 
 def _replace_alike(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Replace a value with an extreme value of the same type. Such values pass more checks than values of other types.
+    """Replace a value with an extreme value of the same type.
+
+    Such values pass more checks than values of other types.
     """
     match place.value:
         case bool():

@@ -53,7 +53,7 @@ def test_products_have_the_bits_of_the_model(
     kernels: Backend, core: TensorCore, n: int, k: int, dtype: torch.dtype
 ) -> None:
     x, weight = random(max(COUNTS), k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
-    features = torch.arange(0, n, n // 64 | 1, device=DEVICE)  # an odd stride covers every position within an instruction
+    features = torch.arange(0, n, n // 64 | 1, device=DEVICE)  # an odd stride covers every place in an instruction
     compared, piece = weight[features], piece_of(weight)
     assert not same(multiply(core, x[:16].flip(1), compared.flip(1), piece), multiply(core, x[:16], compared, piece)), (
         "premise: the order of K changes the bits"

@@ -200,7 +200,9 @@ def some_positions(rows: int) -> Tensor:
 
 
 def next_tokens(vocab_size: int, rows: int, k: int | None, served: Served) -> RowOp:
-    """Rows that sample a token, take the best token, or score a given token. Log-probs are raw or at the temperature.
+    """Rows that sample a token, take the best token, or score a given token.
+
+    Log-probs are raw or at the temperature.
     """
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     inputs = (

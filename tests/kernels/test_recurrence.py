@@ -45,7 +45,9 @@ class Recurrent(Served):
 
 @pytest.fixture(params=CASES)
 def recurrent(request: pytest.FixtureRequest) -> Iterator[Recurrent]:
-    """Every implementation with every dtype. The delta nets have several sizes; an interpreter gets one thin delta net.
+    """Every implementation with every dtype.
+
+    The delta nets have several sizes; an interpreter gets one thin delta net.
     """
     (implementation, dtype), spec = request.param
     with implementation.chosen() as ops:

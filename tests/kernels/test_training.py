@@ -451,7 +451,9 @@ def test_logits() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 0.01])
 @pytest.mark.parametrize("most_rows", [100, 7, 1])
 def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op holds the logits of all rows at once, or of some rows at a time. A low temperature amplifies small errors.
+    """The op holds the logits of all rows at once, or of some rows at a time.
+
+    A low temperature amplifies small errors.
     """
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5

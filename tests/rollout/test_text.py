@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, and the limits on what a model's folder or a worker can make a client do."""
+"""Conversion between text and token ids. Limits on what a model's folder or a worker can make a client do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def outcome_of(load: Callable[[], Any]) -> Any:
 
 
 def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
-    """The model classes of transformers would import it: seconds, and 150 MB, in each front end."""
+    """The model classes of transformers would import torch's compiler, which takes seconds and 150 MB in each front
+    end.
+    """
     load = "from trueroll.rollout.text import TextModel; TextModel('smollm2')"
     look = "import sys; print('torch._dynamo' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", f"{load}; {look}"], check=True, capture_output=True, text=True)
@@ -99,7 +101,7 @@ def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
 
 def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """Like the exception that the tokenizers library raises."""
+        """An exception like the one that the tokenizers library raises."""
 
     def panic(*_: Any) -> str:
         raise Panic("slice index out of range")
@@ -111,7 +113,7 @@ def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
-    """Also with a tokenizer that overrides decoding, which the Rust library does not know about."""
+    """One of the tokenizers overrides decoding in Python, which the Rust library does not know about."""
     tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)
     for skips in (True, False):
         for length in range(200):
@@ -203,7 +205,7 @@ def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
 
 
 def test_a_child_gets_values_of_any_kind_unchanged(folder: Path) -> None:
-    """Integers of any size arrive; text that cannot be encoded is an error."""
+    """Integers of any size arrive unchanged. Text that cannot be encoded is an error."""
     model = with_template(
         folder, "{{ messages[0].many }} {{ messages[0].few }} {{ messages[0].share }} {{ messages[0].word }}"
     )
@@ -347,7 +349,9 @@ def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
 
 @pytest.fixture
 def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Make `print_completions` meet a worker that says it serves a model. Sending prompts or asking the hub fails."""
+    """Connect `print_completions` to a fake worker that claims to serve a model. Sending prompts or accessing the hub
+    fails.
+    """
 
     def serve(model: Any) -> None:
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))

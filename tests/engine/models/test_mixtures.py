@@ -208,7 +208,9 @@ def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
 
 
 def quantized(folder: Path, other: Path) -> dict[str, Tensor]:
-    """Replace the matrices of a gpt-oss checkpoint with random blocks and scales. The settings are copied to `other`.
+    """Replace the matrices of a gpt-oss checkpoint with random blocks and scales.
+
+    The settings are copied to `other`.
     """
     raw = read_config(folder) | {"quantization_config": {"quant_method": "mxfp4"}}
     other.mkdir(exist_ok=True)

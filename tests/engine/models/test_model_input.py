@@ -75,7 +75,9 @@ def test_each_pair_rotates_by_its_axis(tiny_llama: Path, backend: str) -> None:
 
 
 def test_text_beside_an_image_rotates_as_in_transformers(tmp_path: Path, backend: str) -> None:
-    """The text model of Qwen3-VL has the weights of Qwen3. Its input contains the positions and embeddings of an image.
+    """The text model of Qwen3-VL has the weights of Qwen3.
+
+    Its input contains the positions and embeddings of an image.
     """
     folder = make_tiny_model("qwen3", tmp_path)
     own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

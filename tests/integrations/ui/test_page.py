@@ -81,7 +81,9 @@ def open_page(
 
 @pytest.fixture
 def page(browser: Browser, front: Front) -> Iterator[Page]:
-    """The page at desktop width, opened with the key. The page must have no errors and must not execute injected code.
+    """The page at desktop width, opened with the key.
+
+    The page must have no errors and must not execute injected code.
     """
     page, complaints = open_page(browser, front, front.key)
     yield page

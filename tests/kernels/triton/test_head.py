@@ -354,7 +354,9 @@ def test_filters_that_are_off_drop_nothing() -> None:
 
 
 def launches(rows: int) -> set[object]:
-    """Return the launches of the ops for this number of rows. The logits have no data, so reading a value is an error.
+    """Return the launches of the ops for this number of rows.
+
+    The logits have no data, so reading a value is an error.
     """
     empty = partial(torch.empty, device="meta")
     logits, ids, numbers = empty(rows, 1001), empty(rows, dtype=torch.int64), empty(rows)

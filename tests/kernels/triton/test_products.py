@@ -77,8 +77,8 @@ def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_every_run(columns: int, tile: Tile, apart: bool) -> bool:
-    """Return whether every run includes a case. Every run has each tile with one number of columns, in one of the two
-    ways.
+    """Return whether every run includes a case. For each tile, every run includes one number of columns, either with
+    separate pieces or in registers.
     """
     kinds = [number for number, _ in (WHOLE, MASKED, ODD)]
     turn = [*TILES, NARROW_TILE].index(tile) % len(kinds)

@@ -384,7 +384,9 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
 
 
 class Proxy:
-    """Forwards one Unix socket to another. `cut` closes every connection. New connections are accepted until `close`.
+    """Forwards one Unix socket to another.
+
+    `cut` closes every connection. New connections are accepted until `close`.
     """
 
     def __init__(self, target: str) -> None:

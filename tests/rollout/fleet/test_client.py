@@ -125,7 +125,9 @@ def nums_of(engine: FakeEngine) -> list[int]:
 
 
 def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
-    """Run `action` on a thread. Return the thread, and a list to which the thread appends the result or the exception.
+    """Run `action` on a thread.
+
+    Return the thread, and a list to which the thread appends the result or the exception.
     """
     found: list[Any] = []
 
@@ -258,7 +260,7 @@ def test_only_the_missing_samples_of_a_group_are_asked_for_again(running: Runnin
         other.flow.set()
         thread.join()
         assert first.index == 2 and sorted(sample.index for sample in found[0]) == [0, 1, 2]
-        for sample in found[0]:  # a sample's length depends on its index in the engine, which is 0 for each missing sample
+        for sample in found[0]:  # a length depends on the index in the engine, which is 0 for missing samples
             assert sample.token_ids == expected_tokens(5, sample.index, 1 if sample.index == 2 else 3)
         assert nums_of(other) == [1, 1], "one request for each missing sample"
 
@@ -275,7 +277,7 @@ def test_samples_cut_by_an_exiting_worker_go_on_elsewhere(running: Running) -> N
         running.engines[1 - had].flow.set()
         thread.join()
         assert isinstance(found[0], list), found
-        for sample in found[0][0].samples:  # a sample's length depends on its index in the engine, which is 0 for each of these samples
+        for sample in found[0][0].samples:  # a length depends on the index in the engine, which is 0 here
             assert sample.token_ids == expected_tokens(found[0][0].params.seed, sample.index, 6)
 
 
@@ -426,7 +428,7 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
             full = running.asked().index(0)
             with full_of(running, full) as emptied:
                 with pytest.raises(QueueFullError):
-                    client.generate([[8]], FIVE)  # no worker accepted the request, so the caller gets the backpressure error, as with a single worker
+                    client.generate([[8]], FIVE)  # no worker accepted it, so the caller gets the error
                 (request,) = client._fleet._requests._requests.values()
                 members.now = [members.now[full]]
                 wait_until(lambda: request._state.setbacks.num_losses == 1)

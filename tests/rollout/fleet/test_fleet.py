@@ -160,7 +160,7 @@ def test_leaving_workers_finish_their_requests(fleet: Fleet, client: FleetClient
     found: list[Group] = []
 
     def generate() -> None:
-        for i in count():  # a new worker gets no requests before its first health check, and no prompts placed on other workers
+        for i in count():  # a new worker gets no requests before its first health check
             if is_over.is_set():
                 break
             found.extend(client.generate([[*prompt, i % 100] for prompt in PROMPTS], long, seed=3))

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own that stops in a chosen phase, so that it or a worker can be killed there.
+"""A trainer in a separate process, which stops in a chosen phase so that a test can kill the trainer or a worker.
 
 Reads commands from stdin and answers each on stdout, in lines of JSON:
 `{"connect": ADDRESSES, "settings": ...}` makes a publisher; without `settings` the existing one connects again;
@@ -33,11 +33,13 @@ from trueroll.weight_sync.transports.disk import FolderWriter
 BUCKET_BYTES = 2**15
 """Small buckets, so that a push takes many."""
 BUCKET = 3
-"""The bucket at which a push is held. It is announced to the workers and, with `collective`, not yet sent."""
+"""The bucket at which a push is held. The workers know of this bucket. With `collective`, the bucket has not been sent
+yet.
+"""
 
 
 def large_adapter(folder: Path) -> Any:
-    """Return an adapter of many buckets, the same in every process."""
+    """Return an adapter of many buckets, with equal values in every process."""
     sys.path.append(str(Path(__file__).parents[2]))
     from adapters import adapt
 
@@ -45,7 +47,7 @@ def large_adapter(folder: Path) -> Any:
 
 
 class Hold:
-    """Stops the next push once, in `phase`. `memory`: name of its shared memory, if it has any."""
+    """Stops the next push once, in `phase`. `memory`: name of the push's shared memory, if there is any."""
 
     def __init__(self) -> None:
         self.arm(None)
