@@ -177,8 +177,7 @@ def check_gradients(example: Example) -> None:
 
 
 def test_a_killed_worker_changes_nothing(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is killed in the middle of a step: 16 conversations have begun, and some have requested another turn.
-    """
+    """The worker is killed during a step: 16 conversations have begun, and some have requested another turn."""
     workers, prompts = [], []
     generate = AsyncRolloutClient.generate
 

@@ -130,8 +130,7 @@ def test_the_bytes_of_a_step_by_hand(report: ModuleType) -> None:
 def test_one_more_row_takes_little_more_time(
     report: ModuleType, layers: list[tuple[Any, dict[str, list[Any]]]], rows: int
 ) -> None:
-    """According to the model, with two programs on each SM, one more row makes a layer take at most 1.15 times as long.
-    """
+    """In the model, with two programs on each SM, one more row makes a layer at most 1.15 times slower."""
     found = {sum(step.queries): ops for step, ops in layers if sum(step.queries) == len(step.queries)}
     times = [
         sum(

@@ -1,5 +1,4 @@
-"""Hybrid models: a token has the same bits by decode, by prefill, by a graph, and after a restore from any checkpoint.
-"""
+"""Hybrid models: a token has the same bits by decode, by prefill, by a graph, and after a restored checkpoint."""
 
 from __future__ import annotations
 

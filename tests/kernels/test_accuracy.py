@@ -238,8 +238,7 @@ def test_attention_against_torch(quick: Served, heads: int, kv_heads: int, size:
 
 @pytest.mark.parametrize("size", [64, 80])
 def test_attention_with_huge_scores(quick: Served, size: int) -> None:
-    """With huge scores, the softmax returns a single value unchanged: the last value that the query sees, or the first.
-    """
+    """With huge scores, the softmax returns one value unchanged: the last value that the query sees, or the first."""
     unit = 200.0 if quick.dtype == torch.float16 else 1e13
     for sign in (1, -1):
         paged = Paged(quick, [300], size=size)

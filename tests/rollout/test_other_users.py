@@ -69,8 +69,7 @@ def documented() -> dict[tuple[str, str], str]:
 
 
 class Watcher:
-    """Finds everything that the processes of this test hold open, except ports that were already open before the test.
-    """
+    """Finds everything that the processes of this test hold open, except ports that were open before the test."""
 
     def __init__(self, folders: list[Path], metrics_port: int, front: Front, earlier: set[int]) -> None:
         self._folders, self._earlier = folders, earlier

@@ -1,5 +1,4 @@
-"""The real AsyncGRPOTrainer on trueroll, in a separate process, and the trainer's rollout worker with various rewards.
-"""
+"""The real AsyncGRPOTrainer on trueroll, in a separate process, and its rollout worker with various rewards."""
 
 # pyright: reportPrivateImportUsage=false
 

@@ -1,5 +1,4 @@
-"""The identity of a block: its tokens, its salt, and the content (such as an image) that placeholder tokens represent.
-"""
+"""The identity of a block: tokens, salt, and the content (such as an image) that placeholder tokens represent."""
 
 from __future__ import annotations
 

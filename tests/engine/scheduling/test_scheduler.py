@@ -233,8 +233,7 @@ class Driver:
             self.seen["preempted"] += 1
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
-        """Check progress: the oldest unfinished sequence runs, and every decode runs unless there are too few blocks.
-        """
+        """Check progress: the oldest unfinished sequence runs, and every decode runs unless blocks are short."""
         scheduled = {chunk.sequence for chunk in chunks}
         assert bool(chunks) == bool(self.open)
         assert set(before[:1]) <= scheduled

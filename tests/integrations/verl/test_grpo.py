@@ -1,5 +1,4 @@
-"""verl's GRPO entry point with `rollout.name=trueroll` on a CPU: trainer and worker alternating, and partial rollouts.
-"""
+"""verl's GRPO with `rollout.name=trueroll` on a CPU: trainer and worker alternating, and partial rollouts."""
 
 from __future__ import annotations
 

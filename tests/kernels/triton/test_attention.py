@@ -304,8 +304,7 @@ def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch)
 def test_a_non_finite_token_reaches_only_queries_that_see_it(
     launched: list[str], place: int, window: int | None
 ) -> None:
-    """The token is stored as `write_kv` stores it: values that are not finite become 0, and the whole key becomes NaN.
-    """
+    """The token is stored as by `write_kv`: values that are not finite become 0, and the whole key becomes NaN."""
     sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2, window=window)
     chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 4, place + 8)]
 

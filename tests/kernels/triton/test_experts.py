@@ -1,5 +1,4 @@
-"""The Triton kernels of experts: the choice of experts, and the same bits from every tile and for every number of rows.
-"""
+"""The Triton kernels of experts: the choice of experts, and equal bits from every tile and for any number of rows."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> None:
-    """Compute all products with this tile, either with one program for each piece or with one program for all pieces.
-    """
+    """Compute all products with this tile, with either one program per piece or one program for all pieces."""
     monkeypatch.setattr(products, "way_of", lambda tokens, factor: (tile, apart))
 
 
@@ -133,8 +132,7 @@ def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
 
 @both_dtypes
 def test_epilogues_have_the_bits_of_their_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias is added before rounding, and a residual after rounding, whether the pieces are separate or in registers.
-    """
+    """A bias is added before rounding and a residual after rounding, with pieces separate or in registers."""
     cut_everything(monkeypatch)
     x, weight, bias, residual = inputs(40, 200, dtype)
     for tile, apart in ((TILES[0], True), (CUT_TILES[0], False)):

@@ -1,5 +1,4 @@
-"""The slots of a fleet, without Ray: the published members, and the choice of the worker that hands over its weights.
-"""
+"""The slots of a fleet, without Ray: the published members, and which worker hands over its weights."""
 
 from __future__ import annotations
 

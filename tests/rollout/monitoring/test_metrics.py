@@ -376,7 +376,7 @@ def test_idle_connections_are_bounded_and_do_not_lock_out_scrapers(port: int, mo
     """A new connection replaces the oldest connection. The other connections stay open, get one answer each, and leak
     no descriptor.
     """
-    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # closes no connection for its age
+    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # no connection is too old
     num_threads = threading.active_count()
     with connections(port, 3 * MAX_CONNECTIONS) as clients:
         assert ask(port, "/metrics")[0].status == 200

@@ -247,8 +247,7 @@ def recurrence_with(delta_rule: Callable[..., Tensor]) -> Any:
 
 
 def rounded_checkpoints(*args: Any) -> Tensor:
-    """Round a state to bfloat16 when it is restored, or when it is copied because several sequences continue from it.
-    """
+    """Round a state to bfloat16 when it is restored, or when it is copied for several sequences."""
     *_, states, batch = args
     moved = batch.reads[(batch.reads != batch.writes) & (batch.reads != NO_SLOT)]
     states[moved] = states[moved].bfloat16().float()

@@ -41,8 +41,7 @@ PROFILE = settings(derandomize=True, deadline=None, max_examples=150, stateful_s
 PATIENCE = 20.0
 FREELY = float("inf")
 GOLDEN = 0x9E3779B97F4A7C15
-"""The difference between the seeds of a group's samples: sample i with seed s equals sample 0 with seed s + i * GOLDEN.
-"""
+"""The difference between seeds in a group: sample i with seed s equals sample 0 with seed s + i * GOLDEN."""
 
 Prompt = tuple[int, ...]
 happened: Counter[str] = Counter()

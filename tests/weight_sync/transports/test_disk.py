@@ -185,8 +185,7 @@ FOREIGN_FAULTS = {
 
 
 def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: Path | str | None, cause: str) -> None:
-    """Assert that the error's text does not reveal the cause, that the log has the cause, and that no file stays open.
-    """
+    """Assert that the error's text hides the cause, that the log has the cause, and that no file stays open."""
     expected = (
         f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
         f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user may "
