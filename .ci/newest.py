@@ -1,9 +1,9 @@
 """List the packages of .venv that pyproject.toml allows in a newer version: `newest.py FILE`.
 
-FILE gets the newest allowed version of each. The package index is asked about trueroll's dependencies and those of the
-extras in EXTRAS. An indirect requirement is upgraded only if a direct one needs a newer version. torch and triton are
-left out because they are large. .venv already has the newest minor release that their ranges allow. FILE is written
-only if it changes, so that make reinstalls only after a change.
+FILE gets the newest allowed version of each. The package index is asked about the dependencies of trueroll and of the
+extras in EXTRAS. An indirect requirement is upgraded only if a direct requirement needs a newer version. torch and
+triton are left out because they are large. .venv already has the newest minor release that their ranges allow. FILE is
+written only if it changes, so that make reinstalls only after a change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wanted() -> list[str]:
 
 
 def resolve(python: str, requirements: list[str]) -> list[str]:
-    """Return `name==version` for each package that `pip install --upgrade` of the requirements would install."""
+    """Return `name==version` for each package that `pip install --upgrade` would install for the requirements."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--upgrade", "--report", str(report)]

@@ -107,7 +107,9 @@ class Turn:
 
 
 class Conversation:
-    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. Both lists only grow."""
+    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. `ids` and `is_own` are
+    append-only.
+    """
 
     def __init__(self, prompt: list[int]) -> None:
         self.turns: list[Turn] = []

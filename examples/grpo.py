@@ -11,8 +11,8 @@ selects the plain forward pass.
 `--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. A
 token's importance ratio is relative to the log-prob at sampling time. Ratios are truncated. With `--staleness 1` or
 `--unaligned`, ratios can differ from 1, and each step also prints the difference between trainer and rollout. Without
-`--staleness 1`, a run is reproducible to the bit. This holds even if the worker is killed, or if the trainer is killed
-and then continued with `--resume`.
+`--staleness 1`, a run is reproducible to the bit. A killed worker does not change the run, and neither does a killed
+trainer that is continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
@@ -358,8 +358,8 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 
 class Rollouts:
     """Owns a worker process, or a fleet of `num_workers`, that serves the weights of `trainer`. Also owns the
-    connections. A dead worker is replaced; a fleet does this itself. The new worker gives the same samples, because a
-    sample depends only on weights, prompt and seed.
+    connections. A dead worker is replaced. A fleet replaces its own workers. The new worker gives the same samples,
+    because a sample depends only on weights, prompt and seed.
     """
 
     max_model_len = 256

@@ -30,7 +30,7 @@ def share_of_e(completions, **_):
 folder = tempfile.TemporaryDirectory()
 args = GRPOConfig(
     output_dir=folder.name,
-    use_vllm=True,  # with this and vllm_mode="server", TRL generates through the client of trueroll_generation
+    use_vllm=True,  # together with vllm_mode="server": TRL generates through the client of trueroll_generation
     vllm_mode="server",
     use_cpu=True,
     bf16=False,

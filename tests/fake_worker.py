@@ -19,7 +19,7 @@ def load(config: EngineConfig) -> FakeEngine:
     if config.model == "slow":
         time.sleep(3600)
     engine = FakeEngine()
-    engine.weight_version = 0  # like any newly started worker
+    engine.weight_version = 0  # the fake starts like any new worker
     return engine
 
 

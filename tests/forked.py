@@ -1,7 +1,7 @@
 """Processes with the interface of `subprocess.Popen`, forked from a process that has imported torch and trueroll.
 
-For tests that start many processes but do not test the start. A forked process costs a tenth of the CPU time of a new
-one. Pipes, signals and exit codes work as usual. The environment is that of the first process.
+For tests that start many processes but do not test the start. Forking a process takes a tenth of the CPU time of
+starting a new process. Pipes, signals and exit codes work as usual. The environment is that of the first process.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Raw:
-    """A connection to a server. It can send bytes that no HTTP library would send."""
+    """A connection to a server. Tests can send bytes that no HTTP library would send."""
 
     def __init__(self, connection: socket.socket, key: str = "none") -> None:
         self.socket = connection

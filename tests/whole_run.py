@@ -108,7 +108,7 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def started_by(file: str) -> dict[int, str]:
-    """Return the running descendants of this process, and the orphans of a test file, by id with descriptions."""
+    """Return descriptions, by process id, of running descendants of this process and of orphans of a test file."""
     ids = {child.pid for child in psutil.Process().children(recursive=True)}
     orphans = {
         pid: description

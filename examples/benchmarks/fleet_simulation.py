@@ -9,9 +9,9 @@ slower. Workers fail at random moments, lose all state, and come back empty afte
 groups again from other workers.
 
 A prompt has three parts: tokens that all prompts share, one of many prefixes, and tokens of its own. The popularity of
-the prefixes follows Zipf's law. Only the oracle knows the lengths of samples in advance. The client keeps a number of
-groups in flight and requests the next one when one ends. The only information that the client gets from a worker is the
-finished groups.
+the prefixes follows Zipf's law. Only the oracle knows the lengths of samples in advance. The client keeps a fixed
+number of groups in flight. When a group ends, the client requests the next group. The only information that the client
+gets from a worker is the finished groups.
 
 The table compares this placement with other placements, on the same groups and the same failures:
 
@@ -114,7 +114,7 @@ class Workload:
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """Return the number of tokens in those full blocks of a prompt that other prompts have or could have."""
+        """Return the number of prompt tokens in full blocks that other prompts have or could have."""
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 
     def prompt_len(self, group: int) -> int:
@@ -255,7 +255,7 @@ class Worker:
 class Policy(ABC):
     """Assigns groups to workers. Groups and workers are identified by number.
 
-    `load`: int64 [workers], groups in flight. `is_up`: bool [workers]. `seconds`: total time of all choices.
+    `load`: int64 [workers], groups in flight. `is_up`: bool [workers]. `seconds`: total time spent on choosing workers.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:

@@ -7,9 +7,9 @@ come from the folder of wheels given by `--wheels`. docs/gpu.md has the command 
 to the checkout. The tables of `gpu_report.py` are printed too.
 
 The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
-time limit is reported as broken. All promises of a part together take less than ten minutes. This includes the promise
-about the machine, which always runs first. The last lines give the verdict of each promise. The exit code is 1 if a
-promise was broken, or if a test was skipped for an unexpected reason.
+time limit is reported as broken. All promises of a part together take less than ten minutes. The promise about the
+machine, which always runs first, is included in this time. The last lines give the verdict of each promise. The exit
+code is 1 if a promise was broken, or if a test was skipped for an unexpected reason.
 
 `--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows that the check
 itself works, and nothing about a GPU.

@@ -7,7 +7,7 @@ The sections, each printed as soon as it is measured:
 - `tiles`: the same products in every tile of the tables;
 - `attention`: against torch's scaled_dot_product_attention (SDPA);
 - `steps`: a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA;
-- `workloads`: requests per second of a workload for which VeXact published figures on one H100;
+- `workloads`: requests per second of a workload with published figures of VeXact on one H100;
 - `serving`: tokens per second for 64 to 512 sequences.
 
 Weights are random. If a section fails, its error is printed, the next section is still measured, and the exit code is
@@ -365,7 +365,7 @@ def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def median_seconds(system: EngineSystem, workload: Workload) -> float:
-    """Return the median seconds of several runs after an uncounted one."""
+    """Return the median seconds of several runs, after a warm-up run."""
     return statistics.median([system(workload).seconds for _ in range(RUNS + 1)][1:])
 
 

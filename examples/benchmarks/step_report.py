@@ -3,8 +3,8 @@
 The first table times an engine with a model and a sampler that take no time, so a step is only work of the host. Groups
 of 8 samples decode and never end. As on a GPU, the engine queues a step before it sees the tokens of the previous step.
 
-The second table calls the scheduler and the prefix cache in the engine's order, without a model. The calls timed are
-those of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
+The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table times the
+calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
 rows of the table have different cache sizes and different waiting sequences. In the row where all waiting sequences
 wait for one prefix, the sequence that computes this prefix runs until the end of the measurement.
 

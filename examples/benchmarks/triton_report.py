@@ -2,8 +2,8 @@
 
 The report needs no GPU. It calls every op that has Triton kernels, on tensors without memory, and records the launches.
 The calls have the sizes of several models and many numbers of rows. Then the report compiles the recorded launches for
-three generations of GPUs and prints the resources that the launches use. Alternatively, it prints times for the layers
-of one model, as estimated by `triton_model` for an H100.
+three generations of GPUs and prints the resources that the launches use. With an option, the report prints times for
+the layers of one model instead, as estimated by `triton_model` for an H100.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
-# Numbers of rows around those at which the tables change tiles, and numbers that are typical of rollouts.
+# Numbers of rows around every tile change in the tables, and numbers that are typical of rollouts.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
 PROMPTS = (2048, 8192, 16384)
 DECODE_CONTEXT = 1152
@@ -532,9 +532,9 @@ def op_cells(launches: Sequence[Modelled]) -> str:
 def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
     """Return the table cells of a step.
 
-    Each share is a least possible time divided by the estimated time. For products, the least time is the longer of
-    reading the weights and multiplying. For attention, the least time is that of the multiplications. For the step, the
-    least time is that of reading weights, keys and values.
+    A share is the least possible time divided by the estimated time. The least time of a product is the time to read
+    the weights or the time to multiply, whichever is longer. The least time of attention is the time to multiply. The
+    least time of a step is the time to read weights, keys and values.
     """
     seconds = {name: sum(launch.seconds for launch in found) for name, found in ops.items()}
     products = sum(seconds[name] for name in PRODUCTS)

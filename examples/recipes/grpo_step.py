@@ -56,7 +56,7 @@ with (
         mask = padded([torch.ones(len(prompt + sample.token_ids), dtype=torch.bool) for prompt, sample in rows])
         is_own = padded([torch.arange(len(prompt + sample.token_ids)) >= len(prompt) for prompt, sample in rows])
 
-        # The log-probs are [B, T] as well. They are 0.0 except at sampled tokens.
+        # The log-probs are [B, T] as well. Log-probs are 0.0 except at sampled tokens.
         settings = dict(temperature=params.trainer_temperature, completion_mask=is_own)
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = token_log_probs(model, ids, mask, **settings)[is_own]

@@ -1,8 +1,7 @@
 """Which `logprobs` to request so that a trainer computes the same log-probs, bit for bit.
 
 `python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs`, each sample also has the entropy and the most
-probable tokens of the distribution at each token. `token_statistics` computes the same values in the trainer, without
-gradient.
+probable tokens at each position. `token_statistics` computes the same values in the trainer, without gradient.
 """
 
 import sys

@@ -56,7 +56,7 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
             seen = seen[1:] if ids[-1] == end_of_turn else seen  # the model has already sampled the end of the turn
             ids, loss_mask, log_probs = ids + seen, loss_mask + [0] * len(seen), log_probs + [0.0] * len(seen)
 
-    # Entry i of a score belongs to token i + 1.
+    # Entry i of a score is the log-prob of token i + 1.
     [score] = client.score([ids], temperature=params.trainer_temperature)
 
 own = np.array(loss_mask, bool)

@@ -333,7 +333,7 @@ class Campaign:
         if victim == "folder":
             self._spoil()
         actor, worker = self._random.choice(pids)
-        with suppress(ProcessLookupError):  # it was leaving the fleet and has just ended
+        with suppress(ProcessLookupError):  # the worker was leaving the fleet and has just ended
             os.kill(actor if victim == "actor" else worker, 9)
         return [actor, worker]
 
@@ -342,7 +342,7 @@ class Campaign:
         joins = self._folder / "joins"
         while not joins.is_file():
             shutil.rmtree(joins, ignore_errors=True)
-            with suppress(OSError):  # a worker is writing there
+            with suppress(OSError):  # a worker is writing to the folder
                 joins.write_text("")
 
     def _mend(self) -> None:
@@ -363,7 +363,7 @@ class Campaign:
         check_samples(self._work.generate(self.version), {self.version}, self._expected.samples)
 
     def _generate_any(self) -> None:
-        """Generate under the served weights, or under those that a push brings."""
+        """Generate under the served weights, or under the weights of a new push."""
         check_samples(self._work.samples(), self._served, self._expected.samples)
 
     def _stream(self) -> None:

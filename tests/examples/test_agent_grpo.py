@@ -69,7 +69,7 @@ def worker(model: Path, forked_workers: None) -> Iterator[WorkerProcess]:
 
 
 def load(name: str) -> Any:
-    """Load an example as a module under its own name, because the other example imports it by that name."""
+    """Load an example as a module under its own name, because another example imports the module by that name."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

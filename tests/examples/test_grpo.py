@@ -119,8 +119,8 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
 def test_an_adapter_is_trained_and_pushed_alone(
     run: Run, grpo: Any, model: Path, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only adapters are pushed, on top of the checkpoint that the worker serves. This also holds when the run is
-    resumed.
+    """Only adapters are pushed, on top of the checkpoint that the worker serves. A resumed run also pushes only
+    adapters.
     """
     pushed, push = [], WeightPublisher.push
 
@@ -180,8 +180,8 @@ def test_a_mixture_of_experts_trains_without_a_mismatch(
 class WorkerKiller:
     """Kills the worker of a run once, during the `nth` call of a function.
 
-    The worker is stopped before the call sends anything, so that it cannot answer. It is killed shortly after. `pids`:
-    process ids of all workers of the run.
+    The worker is stopped before the call sends anything, so that it cannot answer. The worker is killed shortly after.
+    `pids`: process ids of all workers of the run.
     """
 
     def __init__(self, grpo: Any, patch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:

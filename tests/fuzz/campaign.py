@@ -236,7 +236,9 @@ class Campaign:
         self._operator.tend(ends_pushes=False)
 
     def _settle(self) -> None:
-        """Wait until the worker is ready, no reply is owed, and each good client has a new result. Then check both."""
+        """Wait until the worker is ready, no reply is owed, and each good client has a new result. Then check the
+        worker and the good clients.
+        """
         while self._streams:
             self._streams.pop().close()
         for door in self._doors:

@@ -1,8 +1,8 @@
 """Good clients that run during the attack. Each result must be bitwise equal to the result before the attack.
 
-One good client is a `RolloutClient`, as in a trainer. The other is a plain socket that counts every reply, because
-`RolloutClient` would silently correct some faults. Each good client sends requests on its own thread until it is held
-or stopped.
+One good client is a `RolloutClient`, as in a trainer. A second good client is a plain socket that counts every reply,
+because `RolloutClient` would silently correct some faults. Each good client sends requests on its own thread until it
+is held or stopped.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class HttpGoodClient(GoodClient):
                 connection.close()
 
     def _ask_once(self, connection: http.client.HTTPConnection, number: int) -> bool:
-        """Send a request. Return whether the connection can serve another one."""
+        """Send a request. Return whether the connection can serve another request."""
         is_stream = self.compared % 2 == 1
         body = json.dumps(_body(self._requests[number], number, is_stream))
         is_kept = connection.sock is not None

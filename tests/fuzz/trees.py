@@ -21,7 +21,7 @@ class Pairs(list[list[Any]]):
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes of a frame. They need not be MessagePack."""
+    """Bytes of a frame. The bytes need not be MessagePack."""
 
     data: bytes
 

@@ -106,7 +106,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def kinds_of(chunks: Chunks) -> set[str]:
-    """Return the kinds of work in a step. Each kind has its own kernel launches."""
+    """Return the kinds of work in a step. Different kinds launch different kernels."""
     decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
     drawing = [sample.request.params for chunk in chunks for sample in chunk.drawing]
     found = {

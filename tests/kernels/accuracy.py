@@ -17,10 +17,11 @@ from torch import Tensor
 # The largest relative error of rounding to a dtype.
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FLOAT32 = EPSILON[torch.float32]
-# The most float32 roundings that one product adds to a sum. Rounding to nearest takes one rounding per product. A
-# tensor core adds several products at a time and truncates bits. The coarsest core in use (sm_80) truncates 8 products
-# and the previous sum at 2**-24 of the largest of them. This is one rounding each. The result is truncated at 2**-23,
-# which is two more roundings. Hopper (sm_90) has 17 / 2 + 2 roundings for 16 products.
+# The maximum number of float32 roundings that one product adds to a sum. Rounding to nearest takes one rounding per
+# product. A tensor core adds several products at a time and truncates bits. The coarsest core in use (sm_80) truncates
+# 8 products and the previous sum at 2**-24 of the largest of them. Truncating these 9 terms takes 9 roundings. The
+# result is truncated at 2**-23, which takes two more roundings. Hopper (sm_90) has 17 / 2 + 2 roundings for 16
+# products.
 ROUNDINGS_OF_A_PRODUCT = (9 + 2) / 8
 MEAN_OF_A_WALK, MOST_OF_A_WALK = 2 / 3 * math.sqrt(2 / math.pi), 4.0
 

@@ -30,7 +30,7 @@ def quick_ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture(params=params_of(SERVED))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Every implementation with every dtype it serves, one after the other."""
+    """Every implementation with every dtype that it supports, one after the other."""
     yield from _serve(*request.param)
 
 

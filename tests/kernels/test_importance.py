@@ -171,7 +171,7 @@ def test_equal_log_probs_have_weights_of_exactly_1(level: Level) -> None:
     for weigh in WEIGHTS:
         assert torch.equal(weigh(sampled, sampled, mask, level=level), mask.float())
     found = diagnose(sampled, sampled, mask, level=level, low=1.0, high=1.0)
-    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # repr tells -0.0 from 0.0
+    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # repr distinguishes -0.0 from 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -126,8 +126,8 @@ def test_gradients_of_mixtures(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All three models use the same routes: those that the aligned model chooses, or others. The models have two
-    layers, because more recurrent layers would amplify rounding until gradients cannot be compared.
+    """All three models use the same routes, which the aligned model or the test chooses. The models have two layers,
+    because more recurrent layers would amplify rounding until gradients cannot be compared.
     """
     recur_exactly(monkeypatch)
     ids, mask = pad(sequences())

@@ -295,7 +295,7 @@ def test_a_decoder_that_doubles_a_letter_30_times_is_refused(folder: Path) -> No
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")
 
 
-@pytest.mark.timeout(60)  # opening a FIFO blocks until there is a writer
+@pytest.mark.timeout(60)  # opening a FIFO blocks until a writer opens it
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_tokenizer_reads_regular_files_only(folder: Path, file: str, kind: str) -> None:

@@ -1,5 +1,5 @@
-"""Each family against transformers, for every variant that the family claims to cover. Also a new family, made up in
-this file.
+"""Each family against transformers, for every variant that the family claims to cover. A new family, made up in this
+file, is also tested.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def test_a_tokenizer_that_cannot_be_read_fails_its_request_only(tmp_path: Path) 
 
 
 class Panic(BaseException):
-    """Like a panic of the tokenizers library, this is not an Exception."""
+    """An error that is not an Exception, like a panic of the tokenizers library."""
 
 
 def fail(error: BaseException) -> Callable[..., Any]:

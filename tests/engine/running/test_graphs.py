@@ -64,7 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a delta net and an attention layer. It has few columns, because it runs in an interpreter."""
+    """A model with a delta net and an attention layer. The model has few columns, because its kernels run in an
+    interpreter.
+    """
     folder, layers = tmp_path_factory.mktemp("graphs") / "hybrid", ["linear_attention", "full_attention"]
     sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, vocab_size=64)
     sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
@@ -118,7 +120,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Found:
 
 
 def serve_all(engine: Engine, requests: Sequence[Request]) -> dict[Any, tuple[bytes, bytes]]:
-    """Like `serve`, also for outputs without log-probs."""
+    """Like `serve`, but also accepts outputs without log-probs."""
     for request in requests:
         engine.add(request)
     outputs = drain(engine)

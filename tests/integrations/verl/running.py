@@ -101,7 +101,7 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
     environment = os.environ | {
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # selects verl's engine; this one computes on the platform's device
+        "VERL_ENGINE_DEVICE": "cuda",  # selects the verl engine that computes on the platform's device
         "PYTHONPATH": str(HERE),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",

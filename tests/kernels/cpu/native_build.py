@@ -26,7 +26,7 @@ def build(
     """Compile and link all sources. The flags are those of pyproject.toml, then `flags`, then `own_flags` of the
     source's name.
 
-    With emulated tiles, the instruction set `amx_bf16` runs on any machine. Objects are stored beside `output`.
+    With emulated tiles, the instruction set `amx_bf16` runs on any machine. Object files are stored next to `output`.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
     flags = [*settings["extra-compile-args"], *flags, "-fPIC", "-DEMULATE_TILES"]

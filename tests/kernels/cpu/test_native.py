@@ -1,7 +1,8 @@
 """The native kernels under sanitizers: no access beyond a buffer, no undefined behaviour, no race.
 
-The driver calls every function of the C interface with buffers of exactly the required sizes. It uses the instruction
-set that trueroll selects on this machine. `make test-all` uses all instruction sets of the machine, and emulated tiles.
+The driver calls every function of the C interface with buffers of exactly the required sizes. The driver uses the
+instruction set that trueroll selects on this machine. `make test-all` uses all instruction sets of the machine, and
+emulated tiles.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_lists_have_every_pair_once_in_order(count: int, width: int, monkeypatch
 @pytest.mark.parametrize("width", [1, 3, 16])
 @pytest.mark.parametrize("num_experts", [1, 4, 7])
 def test_no_more_tiles_are_needed_than_there_is_room_for(num_experts: int, width: int) -> None:
-    """The limit is reached if all experts but one have a single pair."""
+    """The limit is reached if all experts except one have a single pair."""
     for pairs in range(1, 40):
         begun = min(pairs, num_experts)
         fullest = [pairs - begun + 1] + [1] * (begun - 1)

@@ -120,7 +120,7 @@ def seeded(count: int) -> tuple[list[SamplingParams], list[int]]:
 
 
 def nums_of(engine: FakeEngine) -> list[int]:
-    """Return the number of samples of each request that the engine received. A score request has 0."""
+    """Return the number of samples of each request that the engine received. For a score request, the number is 0."""
     return [request.params.n if isinstance(request, GenerateRequest) else 0 for request in engine.requests]
 
 
@@ -156,8 +156,8 @@ def stop_after_a_sample(engine: FakeEngine) -> None:
 
 
 def grown(events: list[tuple[int, SampleDelta | SampleOutput]]) -> list[int]:
-    """Join the pieces of one sample, check that each begins where the previous one ended or at 0, and return the
-    tokens.
+    """Join the pieces of one sample and return the tokens. Check that each piece begins at 0 or at the end of the
+    previous piece.
     """
     tokens: list[int] = []
     for _, event in events:
@@ -467,7 +467,7 @@ def test_calls_with_one_prompt_count_for_the_detection_of_stragglers(running: Ru
 def test_pieces_join_to_the_sample_whichever_worker_finishes_first(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both with and without pieces from the first worker, which is then lost."""
+    """Covers cases with and without pieces from the first worker, which is then lost."""
     not_shown: list[int] = []
     take = GroupState.take
 

@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster. All tests here share one cluster."""
+"""A fleet on a real Ray cluster. All tests of this file share one cluster."""
 
 from __future__ import annotations
 

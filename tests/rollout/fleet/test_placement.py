@@ -292,7 +292,7 @@ def test_forgotten_beginnings_have_no_effect() -> None:
 
 
 def test_half_the_capacity_of_recent_beginnings_is_always_kept() -> None:
-    """This holds even if prompts repeat, because a repeated prompt adds no new beginnings."""
+    """Repeated prompts add no new beginnings, so they do not displace recent beginnings."""
     placement, chance, used = fleet(3, capacity=12), random.Random(0), dict[int, None]()
     for _ in range(300):
         asked = prompt(chance.randrange(4), 0, chance.randrange(1, 7) * PIECE)

@@ -114,7 +114,7 @@ def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
 def test_the_folder_and_the_token_of_a_local_cluster_are_private(
     no_ray: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """This holds even if the paths of sockets would be too long in the folder for temporary files."""
+    """The folder is private even if the paths of sockets would be too long in the folder for temporary files."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.setattr(ray, "init", lambda **fields: seen.append({**os.environ, "temp_dir": fields["_temp_dir"]}))

@@ -588,7 +588,7 @@ def test_a_client_that_disconnects_unnoticed_leaves_no_connection(caplog: pytest
             return [transport.is_reading() for transport in transports if transport is not None]
 
         with server.connect() as raw:
-            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # so reading pauses
+            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # reading pauses
             server.wait_for(server.stages, {"busy": 1})
             raw.send(b"Host: x\r\n\r\n")
             server.wait_for(are_read, [False])

@@ -184,7 +184,7 @@ def test_other_weights_give_other_bits_and_say_which(front: Front, worker: Worke
 
 
 def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for any text, and for parts that begin anywhere, even within a character."""
+    """The parts fit together for any text, and for parts that begin anywhere, even within a character."""
     text = "<img src=x onerror=alert(1)>\u202eתודה\x00\x1b[31m 🙂🙂 e\u0301"
     monkeypatch.setattr(pages, "MOST_TOKENS", 5)
     front.post("/v1/completions", {"prompt": text, "max_tokens": 1})

@@ -102,7 +102,7 @@ class Forwarder:
         return False
 
     def _cut(self) -> None:
-        """End every connection. New ones are accepted."""
+        """End every connection. New connections are accepted."""
         sockets, self._sockets = self._sockets, set()
         for each in sockets:
             with contextlib.suppress(OSError):

@@ -81,7 +81,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of the same shapes: `old`, `lost` (which the failing pushes bring) and `new`."""
+    """Checkpoints of the same shapes: `old`, `lost` (pushed by the failing pushes) and `new`."""
     parent = tmp_path_factory.mktemp("kills")
     old = make_tiny_model("llama", parent / "old", max_position_embeddings=2048)
     tensors = load_file(old / "model.safetensors")
@@ -235,7 +235,7 @@ class Fleet:
         self.expected_long[name] = bits_of(client.generate([LONG_PROMPT], SamplingParams(**LONG)))
 
     def start(self, index: int, address: str | None = None, model: str = "old") -> None:
-        """Start a worker in the background, at its old address or at an unused one."""
+        """Start a worker in the background, at its old address or at an unused address."""
         fresh = (f"ipc://{self._folder}/{secrets.token_hex(4)}", "tcp://127.0.0.1:*")[index]
         starting = self._launch(address or fresh, model)
         if index == 1 and address is None and self._spare is not None:

@@ -278,7 +278,7 @@ def test_an_iterator_is_consumed_one_tensor_at_a_time(cluster: Cluster, transpor
         gc.enable()
     assert serves(worker, tensors, result)
     assert len(made) == len(SHAPES)  # each tensor was made once
-    assert alive == [0] * len(SHAPES)  # and freed before the next one was made
+    assert alive == [0] * len(SHAPES)  # and freed before the next tensor was made
 
 
 @pytest.mark.parametrize(("transport", "phase"), [step for step in STEPS if step[1] != "commit_push"])
