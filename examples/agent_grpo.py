@@ -175,7 +175,7 @@ def has_called(conversation: Conversation) -> bool:
 
 
 def is_right(conversation: Conversation, task: Task) -> bool:
-    """Return whether the final answer of the conversation exists and ends with the right number."""
+    """Return whether the conversation has a final answer that ends with the correct number."""
     last = conversation.turns[-1]
     return last.result is None and re.findall(r"-?\d+", last.text)[-1:] == [str(task.answer)]
 

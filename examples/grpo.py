@@ -90,7 +90,7 @@ class Sample:
 
 
 def relative(rewards: list[float]) -> list[float]:
-    """Return the advantage of each reward over its group."""
+    """Return the advantage of each reward relative to its group."""
     group = torch.tensor(rewards)
     return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
 

@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens split characters, as in real models, and a tokenizer that counts decoded tokens."""
+"""Tokenizers with tokens that split characters, as in real models, and a tokenizer that counts decoded tokens."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 succeeded.
 
 Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: pids. `ports`: ports of 127.0.0.1, each with true if the
-port speaks gRPC. Output, JSON: `managed`, the attempts that succeeded, as `[attempt, target]`; `answers`, the status of
-each port; `pid`, a process of this user that it also attempts to access.
+port speaks gRPC. Output, JSON: `managed`: the successful attempts, as `[attempt, target]`. `answers`: the status of
+each port. `pid`: a process of the other user, which the stranger also attempts to access.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def blocks(page: Path) -> list[Example]:
 
 @contextmanager
 def given_for(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the variables that the blocks of a page assume. `url`: the front end that replaces the page's."""
+    """Yield the variables that the blocks of a page expect to exist. `url`: the front end that replaces the page's."""
     if name not in ("clients", "http"):
         yield {}
         return

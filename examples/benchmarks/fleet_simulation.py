@@ -20,9 +20,9 @@ The table compares this placement with other placements, on the same groups and 
   groups by prefix and gives each worker one contiguous piece, sized by the worker's speed. A worker with an empty piece
   takes groups from other workers.
 
-`bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure:
-the fleet computes each shared full block once, and all other prompts find the block in the cache. For the time, the
-bound assumes this hit rate, steps that are as full as possible, and workers that are busy until the end.
+`bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
+The fleet then computes each shared full block once, and all other prompts find the block in the cache. For the time,
+the bound assumes this hit rate, steps that are as full as possible, and workers that are busy until the end.
 
 The hit rate is the share of prompt tokens that workers found in their caches. The share counts every prompt that a
 worker began to compute, including repeats after failures. The cost of a placement is the time spent in `beginnings`,
@@ -129,8 +129,8 @@ class Workload:
     def least_seconds(self, slowness: Iterable[float]) -> float:
         """Return a lower bound on the run time of any fleet, in seconds.
 
-        The bound uses every line through two neighboring points of the table: a step takes at least as long as each
-        line says. A step computes one token for at most MAX_SEQS samples.
+        Each line through two neighboring points of the table is a lower bound on the time of a step. A step computes
+        one token for at most MAX_SEQS samples.
         """
         decoded = int((self.lengths - 1).sum())
         own = sum(self.prompt_len(group) - self.shared(group) for group in range(len(self)))

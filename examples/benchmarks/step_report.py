@@ -5,7 +5,7 @@ of 8 samples decode and never end. As on a GPU, the engine queues a step before 
 
 The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table times the
 calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
-rows of the table have different cache sizes and different waiting sequences. In the row where all waiting sequences
+rows of the table differ in the size of the cache and in the waiting sequences. In the row where all waiting sequences
 wait for one prefix, the sequence that computes this prefix runs until the end of the measurement.
 
 Both tables show CPU time, so other processes on the machine matter little. An idle core gives the best figures.

@@ -56,8 +56,8 @@ CONTEXT = 40_000
 class Model:
     """The sizes and the options of a decoder.
 
-    The options are biases and head norms of queries, keys and values, the norms and the activation, the soft caps that
-    attention is compiled with, sinks, a bias after attention, and the number of layers if it matters.
+    Options of attention: biases and head norms of queries, keys and values, soft caps, sinks, and a bias after
+    attention. Other options: the norms, the activation, and the number of layers if it matters.
     """
 
     hidden: int
@@ -412,7 +412,7 @@ def few_jobs(launches: Iterable[Launch]) -> list[Job]:
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
     """Return a few launches of each kernel that together cover every tile, every value of a constant, and every
-    argument type. The choice is greedy: each launch is the one that covers the most uncovered cases.
+    argument type. The choice is greedy: each next launch covers the most cases that earlier launches do not cover.
     """
     missing = set().union(*map(shown_by, launches))
     chosen = []

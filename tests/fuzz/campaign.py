@@ -4,9 +4,12 @@ each round.
 Owns: the clients and the counts. Does not own: the worker. Any process that speaks the protocol works, for example a
 process with a planted fault that the harness must find.
 
-Promises: `run` raises `Violation` if the worker ends, does not answer, answers twice, sends a reply that is not owed,
-or serves weights that are not the operator's. `run` also raises it if the idle worker is larger than after the warm-up,
-or if a bit of a good request differs.
+Promises: `run` raises `Violation` in these cases:
+
+- The worker ends, does not answer, answers twice, or sends a reply that is not owed.
+- The worker serves weights that are not the operator's.
+- The idle worker is larger than after the warm-up.
+- A bit of a good request differs.
 """
 
 from __future__ import annotations

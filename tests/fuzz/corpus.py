@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 
 class Memory:
-    """The smallest of the worker's tensors in shared memory, with other bytes than the worker serves."""
+    """The smallest of the worker's tensors, in shared memory. The bytes differ from those that the worker serves."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         name = min(tensors, key=lambda name: tensors[name].nbytes)

@@ -1,8 +1,8 @@
 """Connections without a ZMQ library. A connection sends the bytes of a conversation that is complete, cut off anywhere,
 or invalid.
 
-ZMTP 3.1 (https://rfc.zeromq.org/spec/37): a greeting, a READY command, then frames. A byte of flags says whether a
-frame is a command (4), whether its size takes eight bytes (2) and whether more of the message follows (1).
+ZMTP 3.1 (https://rfc.zeromq.org/spec/37): a greeting, a READY command, then frames. The first byte of a frame has
+flags: the frame is a command (4), the frame's size takes eight bytes (2), more frames of the message follow (1).
 """
 
 from __future__ import annotations

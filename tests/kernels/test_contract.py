@@ -529,7 +529,7 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
 )
 @thinned(lambda quick, block_size, window: block_size == 16 or not quick[0].emulated)
 def test_attention_does_not_depend_on_block_sharing(quick: Served, block_size: int, window: int | None) -> None:
-    """Native kernels read blocks that neighbouring sequences share only once for all these sequences."""
+    """If neighbouring sequences share a block, native kernels read the block once for all these sequences."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
     paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size, window=window)
     shared = 256 // block_size

@@ -33,8 +33,8 @@ def drawn() -> Tensor:
 
 
 def pairs() -> tuple[Tensor, Tensor, Tensor]:
-    """Return all sequences of two tokens, [9, 2]: their log-probs in the trainer and in the rollout, and the
-    probability of each sequence in the rollout, [9].
+    """Return three arrays for all sequences of two tokens: the log-probs in the trainer and in the rollout, [9, 2]
+    each, and the probability of each sequence in the rollout, [9].
     """
     first, second = torch.tensor([*product(range(3), repeat=2)]).T
     log_p, log_q = (torch.stack([one[first], two[first, second]], 1).log() for one, two in ((P, P2), (Q, Q2)))

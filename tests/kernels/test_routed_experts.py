@@ -1,5 +1,5 @@
 """The experts that an aligned model chooses, routes given to an aligned model, and routes that unaligned models replay.
-tests/engine/test_trainer_routes.py tests that routes and log-probs equal the rollout's.
+Another file, tests/engine/test_trainer_routes.py, tests that routes and log-probs equal the rollout's.
 """
 
 from __future__ import annotations

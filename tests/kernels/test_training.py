@@ -189,7 +189,7 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def three_gradients(
     folder: Path, dtype: torch.dtype, backend: str, temperature: float, routes: Tensor | None = None, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return gradients of the same model in float64, unaligned, and aligned."""
+    """Return three gradients of one model: in float64, unaligned, and aligned."""
     ids, mask = pad(sequences(seed))
     model = load(folder, dtype)
     exact = load(folder, dtype).double()

@@ -54,12 +54,12 @@ def newer_llama(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def requests(count: int = 3, n: int = 2) -> list[GenerateRequest]:
-    """Groups whose prompts share more than one block."""
+    """Groups with prompts that share more than one block."""
     return [generate(str(i), np.concatenate((tokens(40), tokens(9 + i, seed=i + 1))), n=n) for i in range(count)]
 
 
 def all_bits(engine: Engine) -> tuple[dict, bytes]:
-    """Return the bits that the engine generates for `requests`, and its scores."""
+    """Return the bits of the samples for `requests`, and of the scores."""
     samples = run(engine, requests())
     return {key: bits(sample) for key, sample in samples.items()}, score(engine, tokens(100)).tobytes()
 

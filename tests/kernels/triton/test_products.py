@@ -25,13 +25,13 @@ from ..inputs import randn, same_bits
 TOKENS = 1 + max(tile.width for tile in TILES)
 FEATURES = 65
 PIECES = 2
-# Numbers of columns for which elements are loaded without a mask, with a mask in the second piece, and one by one (with
-# an empty second piece).
+# Numbers of columns for three ways to load elements: without a mask, with a mask in the second piece, and one by one
+# with an empty second piece.
 WHOLE, MASKED, ODD = (256, torch.bfloat16), (200, torch.float16), (121, torch.bfloat16)
 
 
 def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split every K into pieces, as a long K is split."""
+    """Split every K into pieces, even a short K."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: PIECES)
 
 

@@ -14,8 +14,8 @@ from trueroll.rollout.fleet.slots import Slot, Slots
 
 
 def slots_of(*workers: str, file: MembersFile | None = None) -> Slots:
-    """Return a slot for each description of a worker: state and weight version, such as `ready 3`, followed by `push`
-    during a push and by `joining` before it serves.
+    """Return a slot for each description of a worker. A description is a state and a weight version, such as `ready 3`.
+    `push` follows during a push, and `joining` follows before the worker serves.
     """
     slots = Slots(file)
     for told in workers:

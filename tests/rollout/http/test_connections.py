@@ -37,9 +37,16 @@ class Panic(BaseException):
 class Server:
     """Connections on a thread, in front of a small application.
 
-    Its paths: `/hold` answers once `flow` is set, `/read` after the whole body, `/wait` once the client has
-    disconnected, `/long` with `LONG_BYTES`, `/broken` with only the beginning of an answer, `/panic` not at all,
-    `/refused` with an answer that closes the connection, and all other paths at once.
+    The application's paths:
+
+    - `/hold` answers once `flow` is set.
+    - `/read` answers after the whole body.
+    - `/wait` answers once the client has disconnected.
+    - `/long` answers with `LONG_BYTES`.
+    - `/broken` sends only the beginning of an answer.
+    - `/panic` does not answer.
+    - `/refused` answers and closes the connection.
+    - All other paths answer at once.
     """
 
     def __init__(self, **settings: Any) -> None:

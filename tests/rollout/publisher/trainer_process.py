@@ -7,8 +7,8 @@ Reads commands from stdin and answers each command on stdout, in lines of JSON:
 - `{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint. With `"adapters": true`, only a large
   LoRA adapter of the checkpoint is pushed.
 
-In the phase `hold`, the trainer prints `{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to
-cut all its TCP connections first.
+In the phase named by `hold`, the trainer prints `{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`,
+or `cut` to cut all its TCP connections first.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ STYLES = st.sampled_from(
 )
 SOME_LOAD = st.tuples(st.lists(PROMPTS, min_size=1, max_size=3), STYLES, st.integers(2, 12))
 LOADS = st.one_of(st.none(), SOME_LOAD)
-"""Requests that run when a call is made, if the worker is ready."""
+"""Requests that are running when the test makes a call, if the worker is ready."""
 TAGS = st.sampled_from([["weights", "kv_cache"], ["kv_cache"], ["weights"]])
 PLACES = st.integers(0, 59)
 IN_PLACE = st.sampled_from([False, False, True])
