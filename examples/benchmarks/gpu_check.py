@@ -140,7 +140,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
     ),
     "push": (
         Promise("every bit of a push arrives, and a push leaks no memory", 260, PUSH),
-        Promise("a push with expandable segments arrives whole and leaks no memory", 260, PUSH, settings=EXPANDABLE),
+        Promise("a push with expandable segments is complete and leaks no memory", 260, PUSH, settings=EXPANDABLE),
     ),
     "speed": (
         Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),

@@ -79,7 +79,7 @@ def test_score_gives_the_top_logprobs_of_the_rollout(tiny_llama: Path, mode: str
 
 
 def test_top_logprobs_agree_with_the_drawn_tokens_and_change_nothing(tiny_llama: Path, backend: str) -> None:
-    """The batch includes requests that list fewer tokens, and requests with a first token that must not end a sample."""
+    """The batch includes requests that list fewer tokens, and requests with a first token that must not be the last."""
     engine, prompt = make_engine(tiny_llama, backend=backend), tokens(20)
     cases = [{}, FILTERS, FILTERS | dict(logprobs="raw"), dict(temperature=0.0), dict(min_tokens=5, stop_token_ids=[7])]
     plain = run(engine, [generate(str(i), prompt, n=2, **case) for i, case in enumerate(cases)])

@@ -28,7 +28,7 @@ TEMPERATURE = 0.8
 
 @contextmanager
 def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
-    """TRL's worker, made by TRL, with groups of two and two groups in flight."""
+    """A rollout worker created by TRL, with two samples per group and two groups in flight."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = qwen3_chat_template  # TRL parses answers only of templates that it knows
     worker = async_rollout_worker.AsyncRolloutWorker(
