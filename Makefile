@@ -15,13 +15,17 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 # Tests start hundreds of processes that import torch. This compiles each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
+.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
 
 test: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL)
+
+# One test or a few for each promise.
+test-quick: .venv/.dev
+	@$(BIN)/pytest $(IN_PARALLEL) @.ci/quick.txt
 
 # Includes the tests marked `exhaustive`, which `make test` leaves out.
 test-all: .venv/.dev

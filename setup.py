@@ -5,10 +5,13 @@ trueroll. Every file of kernels/cpu/native belongs to the native library.
 
 `TRUEROLL_NATIVE=0` installs trueroll without the library. Otherwise a failed compilation fails the installation. An
 installation without the library would silently use the much slower reference kernels. pybind11 is used only for
-`ParallelCompile`, which compiles several files at a time.
+`ParallelCompile`, which compiles several files at a time. Object files are kept in build, and a later installation
+compiles only changed files.
 """
 
+import hashlib
 import os
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +50,7 @@ class BuildNative(build_ext):
         for extension in self.extensions:
             extension.sources = _native_files("*.cpp")
             extension.depends = _native_files("*.h")
+        self.build_temp = f"build/objects-{_compiler_key()}"  # an editable installation has a temporary folder here
 
     def build_extension(self, ext):
         try:
@@ -59,5 +63,22 @@ def _native_files(pattern: str) -> list[str]:
     return sorted(map(str, Path("kernels/cpu/native").rglob(pattern)))
 
 
-with ParallelCompile():
+def _compiler_key() -> str:
+    """Return a name for the compiler and its flags. Object files of different compilers never mix."""
+    flags = [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS")]
+    try:
+        compiler = (flags[1] or flags[0] or "g++").split()
+        flags.append(subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout)
+    except OSError:  # the compilation reports the missing compiler
+        pass
+    return hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
+
+
+def _is_stale(obj: str, source: str) -> bool:
+    """Return whether an object file is older than its source, any header, or the flags of the compiler."""
+    inputs = [source, *_native_files("*.h"), "setup.py", "pyproject.toml"]
+    return os.stat(obj).st_mtime <= max(os.stat(path).st_mtime for path in inputs)
+
+
+with ParallelCompile(needs_recompile=_is_stale):
     setup(cmdclass={"build_ext": BuildNative}, packages=[*packages()])

@@ -4,8 +4,9 @@ Every package has the version in LOCK, the file of versions that continuous inte
 installation fails, unless TRUEROLL_NATIVE=0 requests the reference kernels.
 
 `install.py FOLDER REQUIREMENTS.txt` makes an environment in which these packages shadow the packages of `.venv`.
-trueroll itself comes from `.venv`. Prints a line for each stage, with its progress on a terminal. The output of venv
-and pip goes to FOLDER/install.log. Uses only the standard library, because it runs before anything is installed.
+trueroll itself comes from `.venv`. Prints a line for each stage. On a terminal, the line shows the stage's progress.
+Otherwise progress is printed on a new line every ten seconds. The output of venv and pip goes to FOLDER/install.log.
+Uses only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MODEL = Path(__file__).with_name("model.txt")
 LOCK = ".ci/constraints.txt"
 """Relative to the root, where make runs, because pip would split an absolute path at its spaces."""
 SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_LINES = 10.0
+"""Without a terminal."""
 LAST_LINES = 15
 BAR_WIDTH = 20
 BEHIND = "import site, sys; site.addsitedir(sys.prefix + '/../.venv/{folders}')\n"
@@ -79,7 +82,7 @@ def run(title: str, command: list[str], folder: Path, log: Path, environment: di
 
     `environment`: the command's environment variables, or None to inherit them.
     """
-    start = time.monotonic()
+    start = told = time.monotonic()
     before = count_packages(folder)
     if not sys.stdout.isatty():
         print(f"{title} ...", flush=True)
@@ -90,10 +93,12 @@ def run(title: str, command: list[str], folder: Path, log: Path, environment: di
         )
     with process:
         while (code := wait(process)) is None:
-            if sys.stdout.isatty():
+            now = time.monotonic()
+            if sys.stdout.isatty() or now - told >= SECONDS_BETWEEN_LINES:
                 printed = log.read_bytes()[offset:].decode(errors="replace")
                 doing = describe(printed, count_packages(folder) - before)
-                show(f"{title}: {time.monotonic() - start:.0f} s {doing}")
+                show(f"{title}: {now - start:.0f} s {doing}".rstrip())
+                told = now
     show("")
     if code != 0:
         print(f"{title} failed.", flush=True)
@@ -135,9 +140,11 @@ def describe(printed: str, num_installed: int) -> str:
 
 
 def show(text: str) -> None:
-    """Replace the terminal's last line."""
+    """Replace the terminal's last line. Without a terminal, print a line, unless it is empty."""
     if sys.stdout.isatty():
         print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+    elif text:
+        print(text, flush=True)
 
 
 def explain(command: list[str], code: int, log: Path) -> None:

@@ -23,10 +23,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +47,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from trueroll.kernels.importance import diagnose, truncated_weights
 from trueroll.kernels.training import align, token_log_probs
@@ -71,6 +74,8 @@ CLIP = 0.2
 CAP = 2.0  # upper limit of importance ratios
 CHUNK = 64  # samples per forward pass
 WORKER_TIMEOUT = 15.0  # seconds without any message from the worker
+
+disable_progress_bar()  # of loading the weights
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,11 @@ class Trainer:
         self._shard()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
+    @property
+    def weight_version(self) -> int:
+        """The version of the current weights for workers. Version 0 is the checkpoint that a new worker has loaded."""
+        return self.version + 1
+
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Take one optimizer step and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
@@ -159,7 +169,8 @@ class Trainer:
         losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
-        fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
+        is_fresh = versions == self.weight_version
+        fresh, stale = differences[is_fresh].tolist(), differences[~is_fresh].tolist()
         grad_norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -172,9 +183,8 @@ class Trainer:
 
     def push(self, publisher: WeightPublisher) -> None:
         """Push the weights to the workers of `publisher`."""
-        # The version does not always increase. A new worker starts at version 0, which is also the version of the
-        # untrained model. After a restart, a version may be pushed again.
-        publisher.push(self.model, self.version, allow_older=True, adapters=self.pushes_adapters)
+        # A worker that has served another run may have a higher version.
+        publisher.push(self.model, self.weight_version, allow_older=True, adapters=self.pushes_adapters)
 
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
@@ -205,7 +215,7 @@ class Trainer:
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradients of a micro-batch. Return the loss and the log-prob of each sampled token."""
         with torch.autocast("cpu", torch.bfloat16):
-            log_probs = self._log_probs(samples)
+            log_probs = self.log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
         advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
         # PPO's ratio, truncated. `truncated_weights` is a constant for autograd. The other factor equals 1 and has the
@@ -215,7 +225,7 @@ class Trainer:
         (losses.sum() * self.num_ranks).backward()  # FSDP averages the gradients of the ranks
         return losses.detach(), log_probs.detach()
 
-    def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
+    def log_probs(self, samples: list[Sample]) -> torch.Tensor:
         """Return the log-probs of all tokens that the policy sampled, concatenated: float32."""
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
         is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
@@ -491,37 +501,61 @@ class Record:
             print("    KL {k3:.1e} nats a token, perplexity gap {perplexity_gap:.1e},".format(**row), end=" ")
             print("largest ratio {largest_ratio:.2f}, {clipped_share:.1%} of the tokens truncated".format(**row))
 
-    def draw(self) -> None:
-        rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
-        width = min(5, len(rows))  # steps in the moving average
+    def draw(self, beside: Path | None = None) -> None:
+        """Draw the metrics. `beside`: folder of another run; the panel of the mismatch shows both runs."""
+        rows = read_rows(self.metrics)
         figure = Figure(figsize=(8, 8), layout="constrained")
         for axes, (name, title) in zip(figure.subplots(3, sharex=True), PANELS.items(), strict=True):
             axes.plot(rows["step"], rows[name], ".", label="step")
-            mean = np.convolve(rows[name], np.full(width, 1 / width), "valid")
-            axes.plot(rows["step"][width - 1 :], mean, label=f"mean of {width} steps")
+            if name == "mismatch" and beside is not None:
+                others = read_rows(beside / self.metrics.name)
+                axes.plot(others["step"], others[name], "s", markersize=4, label=f"step of {beside.name}")
+            else:
+                draw_mean(axes, rows["step"], rows[name])
             axes.set_title(title)
-            axes.set_ylim(bottom=0, top=None if rows[name].any() else 1)
+            axes.set_ylim(bottom=0, top=None if axes.dataLim.y1 else 1)
             axes.legend()
+        figure.suptitle("GRPO: " + ", ".join(f"{name} {value}" for name, value in self.settings.items() if value))
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.savefig(self.plot)
+
+
+def read_rows(metrics: Path) -> Any:
+    return np.genfromtxt(metrics, delimiter=",", names=True, ndmin=1)
+
+
+def draw_mean(axes: Any, steps: Any, values: Any) -> None:
+    width = min(5, len(values))  # steps in the moving average
+    mean = np.convolve(values, np.full(width, 1 / width), "valid")
+    axes.plot(steps[width - 1 :], mean, label=f"mean of {width} steps")
+
+
+def seconds_between(times: list[float]) -> list[float]:
+    """Return the seconds from the first of `times` to the last, and from each to the next."""
+    return [times[-1] - times[0], *(end - start for start, end in pairwise(times))]
 
 
 def train(record: Record, tasks: Tasks, rollouts: Rollouts, steps: int, staleness: int, sleep: int, every: int) -> None:
     with Progress() as progress:
         bar = progress.add_task("", total=steps, completed=record.trainer.version)
         for step in range(record.trainer.version, steps):
+            times = [time.perf_counter()]
             progress.update(bar, description="generate")
             groups = rollouts.finish(step)
+            times.append(time.perf_counter())
             if staleness and step + 1 < steps:
                 rollouts.start(step + 1)
             if sleep:
                 rollouts.sleep(sleep)
             progress.update(bar, description="train")
             metrics = record.trainer.step(list(tasks.score(step, groups)))
+            times.append(time.perf_counter())
             progress.update(bar, description="push")
             rollouts.publish()
+            times.append(time.perf_counter())
             record.add(dict(step=step) | metrics)
+            print("    {:.1f} s: generate {:.1f} s, train {:.1f} s, push {:.1f} s".format(*seconds_between(times)))
             if (step + 1) % every == 0 or step + 1 == steps:
                 record.save()
             progress.advance(bar)
@@ -541,12 +575,17 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, one thread per worker.")] = 1,
     fsdp: Annotated[int, typer.Option(min=1, max=2, help="Number of training processes (FSDP2).")] = 1,
     lora: Annotated[int, typer.Option(min=0, help="Rank of the LoRA adapter to train; 0: train all weights.")] = 0,
+    beside: Annotated[
+        Path | None, typer.Option(help="Folder of another run; the plot shows the mismatch of both runs.")
+    ] = None,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
         raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
+    if beside is not None and not (beside / "metrics.csv").exists():
+        raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
     settings |= dict(lora=lora)
     folder = resolve_model(model)
@@ -560,7 +599,7 @@ def main(
         record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks, workers, staleness)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
-    record.draw()
+    record.draw(beside)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -20,10 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from trueroll.errors import AlignmentError, ConfigError
 
-from ..engine.models.loader import resolve_model
+from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
-from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs
+from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
 from ..weight_sync.trainer.trainer_tensors import TrainerTensors
@@ -56,6 +57,9 @@ class Audit:
     - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
     - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of tensors that differ or that only one side has
+    - `is_aligned`: whether the trainer's model is aligned
+    - `differences`: trainer - worker of each token, one float32 array [tokens of the sample] per sample; infinity for
+      NaN, or if the worker sent no log-probs
     """
 
     num_tokens: int
@@ -65,6 +69,8 @@ class Audit:
     place: tuple[int, int, int] | None
     causes: tuple[Cause, ...]
     tensors: tuple[str, ...]
+    is_aligned: bool
+    differences: tuple[np.ndarray, ...] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         if not self.num_different:
@@ -124,28 +130,47 @@ def audit(
     tensors, served = _compare_tensors(model, client)
     causes = [*of_distribution, *_compare_arithmetic(model, engine, dtypes)]
     causes += _compare_version(samples, served.weight_version, version) + _describe_tensors(tensors, served)
-    together = torch.cat(rows)
+    return _summarize(rows, samples, causes, tensors, _is_aligned(model))
+
+
+def _summarize(
+    rows: list[Tensor], samples: list[_Sampled], causes: list[Cause], tensors: tuple[str, ...], is_aligned: bool
+) -> Audit:
+    """Return the audit with the differences `rows` of `samples`."""
+    together = torch.cat(rows).abs()
     num_different = int((together != 0).sum())
     if num_different and not causes:
-        causes.append(Cause("unknown", _UNKNOWN))
-    worst = max(range(len(rows)), key=lambda i: rows[i].max().item())
-    place = (samples[worst][1], samples[worst][2], int(rows[worst].argmax())) if num_different else None
-    largest, mean = together.max().item(), together.mean().item()
-    return Audit(len(together), num_different, largest, mean, place, tuple(causes), tensors)
+        causes = [Cause("unknown", _UNKNOWN)]
+    worst = max(range(len(rows)), key=lambda i: rows[i].abs().max().item())
+    place = (samples[worst][1], samples[worst][2], int(rows[worst].abs().argmax())) if num_different else None
+    figures = len(together), num_different, together.max().item(), together.mean().item()
+    differences = tuple(row.numpy() for row in rows)
+    return Audit(*figures, place, tuple(causes), tensors, is_aligned, differences)
 
 
-def audit_folder(model: str, client: RolloutClient) -> Audit:
+def audit_folder(
+    model: str,
+    client: RolloutClient,
+    prompts: Sequence[Sequence[int]] | None = None,
+    params: SamplingParams | None = None,
+    with_plain: bool = False,
+) -> list[Audit]:
     """Run `audit` on a checkpoint, as a trainer could before its first step.
 
-    The checkpoint is loaded in the worker's dtype and aligned. The prompts consist of the first tokens of the
-    vocabulary. `model`: as for a worker. Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded
-    or aligned.
+    The checkpoint is loaded in the worker's dtype and aligned. `model`: as for a worker. `prompts`: by default made of
+    the first tokens of the vocabulary. `with_plain`: then audit the same model without alignment, on the same samples.
+    Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
-    align(loaded)
     most = loaded.config.get_text_config().vocab_size
-    return audit(loaded, client, [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)])
+    prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
+    align(loaded)
+    audits = [audit(loaded, client, prompts, params)]
+    if with_plain:
+        unalign(loaded)
+        audits.append(audit(loaded, client, prompts, params))
+    return audits
 
 
 _UNKNOWN = (
@@ -237,10 +262,10 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """Return |trainer - worker| for each token of a sample: infinity for NaN, or if the worker sent no log-probs."""
+    """Return trainer - worker for each token of a sample: infinity for NaN, or if the worker sent no log-probs."""
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)
-    difference = (found - torch.tensor(sample.logprobs)).abs()
+    difference = found - torch.tensor(sample.logprobs)
     return difference.where(~difference.isnan(), torch.inf)
 
 

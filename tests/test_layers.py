@@ -137,7 +137,8 @@ ROLLOUT = {
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
     "text_child": set(),
-    "text": {"protocol", "text_child"},
+    "plain_tokenizer": set(),
+    "text": {"plain_tokenizer", "protocol", "text_child"},
     "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
     "tools": {
         "auditing",

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from unittest import SkipTest
 
@@ -20,7 +21,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "deploy", "migration")
+GUIDES = "quickstart clients training recipes trl verl verifiers http fleet deploy migration".split()
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 
 
@@ -58,6 +59,8 @@ def check_results(name: str, found: dict[str, Any], printed: str) -> None:
             entry.get("sampling/sampling_logp_difference/max") for entry in found["trainer"].state.log_history
         ]
         assert differences[:3] == [0.0] * 3
+        claimed = "largest difference of log-probs: 0.0, ratios: 1.0 to 1.0\n"
+        assert printed.count(claimed) == 3 and f"It prints `{claimed.strip()}`" in (ROOT / "README.md").read_text()
     if name == "quickstart":
         assert printed.count("the largest |ratio - 1| is 0.0\n") == 3
     if name == "clients":
@@ -81,3 +84,11 @@ def test_every_block_runs_or_says_why_not(page: Path, tmp_path: Path, capsys: py
             with suppress(SkipTest):
                 example.evaluate()
         check_results(page.stem, found, capsys.readouterr().out)
+
+
+def test_the_blocks_about_verifiers_are_lines_of_its_program() -> None:
+    page, program = ((ROOT / name).read_text() for name in ("docs/verifiers.md", "examples/verifiers_grpo.py"))
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(shown) == 3
+    for block in shown:
+        assert block in program or indent(block, "    ") in program

@@ -145,6 +145,8 @@ class LocalExecutor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # events and graphs are created on the thread's current device
         started = time.monotonic()
+        if is_needed(device):
+            log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
         spare = (

@@ -19,10 +19,11 @@ from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec
 from ..config import EngineConfig
 from ..models.decoder import Decoder, Empty
-from ..models.dummy import fill_randomly, find_config
+from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
-from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config
+from ..models.names import find_config, resolve_model
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
 from .weights import WeightStore

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.decoder import ModelInput
-from trueroll.engine.models.dummy import find_config
+from trueroll.engine.models.names import find_config
 from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Pages, Rotation, Wanted
 from trueroll.kernels.layer import run_layers

@@ -383,7 +383,7 @@ async def report(console: Console, address: str, worker_pid: int, url: str, fron
 
 def main(model: str = "smollm2") -> None:
     console = Console()
-    command = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http"]
+    command = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "http"]
     with launch_worker(model, device="cpu", num_blocks=NUM_BLOCKS) as worker:
         front = subprocess.Popen([*command, worker.address, "--port", "0"], stdout=subprocess.PIPE, text=True)
         try:

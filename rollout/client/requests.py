@@ -1,7 +1,6 @@
-"""Conversion of a caller's arguments to messages. Invalid arguments raise InvalidRequestError, which says what is
-wrong.
+"""Convert a caller's arguments to messages. Invalid arguments raise InvalidRequestError.
 
-Pure: uses no connection and sends nothing.
+Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, the error of a prompt takes the place of its message.
+    """Return a message for each prompt. With `errors="return"`, an invalid prompt gives an error instead of a message.
 
     `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
@@ -134,8 +133,8 @@ def _check_count(field: str, expected: str, found: int, count: int) -> None:
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """Make a message from a caller's arguments, which may be numpy scalars. Raise InvalidRequestError for an invalid
-    one.
+    """Make a message from a caller's arguments, which may be numpy scalars. Raise InvalidRequestError if an argument is
+    invalid.
     """
     try:
         return kind(**{name: plain(value) for name, value in fields.items()})
@@ -144,7 +143,9 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a 2-D array, as padding would count as tokens."""
+    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. The padding of an
+    array would be treated as tokens.
+    """
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__
         raise InvalidRequestError(

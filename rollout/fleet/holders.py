@@ -1,4 +1,4 @@
-"""An index from the beginnings of prompts to the workers that got them, their holders.
+"""An index from the beginnings of prompts to their holders: the workers that got a prompt with this beginning.
 
 Owns: the most recently used beginnings and their holders. Does not own the contents of the workers' caches.
 """
@@ -14,12 +14,14 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used are always kept."""
+    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used beginnings are always
+    kept.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # The holders of each beginning: the latest beginnings in `_newer`, as many earlier ones in `_older`. Beginnings
-        # share tuples, because a container per beginning would trigger full garbage collections again and again.
+        # The holders of each beginning. `_newer` has the latest beginnings, and `_older` has earlier beginnings.
+        # Beginnings share tuples, because a container per beginning would trigger full garbage collections too often.
         self._newer: dict[int, Holders] = {}
         self._older: dict[int, Holders] = {}
 
@@ -30,7 +32,7 @@ class HolderIndex:
 
     def find(self, prompt: Sequence[int]) -> list[Holders]:
         """Return the holders of each beginning of a prompt, up to the first unknown beginning. A holder of a beginning
-        is also a holder of all shorter ones.
+        is also a holder of all shorter beginnings of the prompt.
         """
         found = []
         for beginning in prompt:
@@ -61,7 +63,7 @@ class HolderIndex:
             self._newer[prompt[i]] = more
 
     def remove(self, gone: Worker) -> None:
-        """Remove a worker, as its cache is gone."""
+        """Remove a worker from the holders of all beginnings."""
         for index in (self._newer, self._older):
             for beginning, holders in [(beginning, got) for beginning, got in index.items() if gone in got]:
                 index[beginning] = tuple(holder for holder in holders if holder is not gone)

@@ -1,8 +1,8 @@
-"""Retries of hand-overs, which are attempts to give a worker the weights of its fleet.
+"""Retries of hand-overs. A hand-over gives a worker the weights of its fleet.
 
-Owns: the number of failed attempts, the time of the next attempt, and the decision to give up. Does not own how weights
-are transferred (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the same
-weights is bounded, and the pauses between them grow.
+Owns: the number of failed attempts, the time of the next attempt, and the decision to give up. Does not own: how
+weights are transferred (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the
+same weights is bounded, and the pauses between attempts grow.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. The cause is the folder, its free space or its content."""
+"""Number of refused attempts after which the fleet gives up. The usual cause is a weights folder without free space or
+with invalid content.
+"""
 MOST_FAILURES = 20
-"""Number of attempts with a transient cause, such as a peer that is lost or asleep, after which the fleet gives up."""
+"""Number of transient failures after which the fleet gives up. A lost or sleeping peer causes a transient failure."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 
@@ -42,7 +44,7 @@ class _Failures:
     """The failed attempts since the last reset.
 
     `num_refusals`: number of refused attempts. `num_passing`: number of attempts that failed for a transient cause.
-    `are_final`: whether a change of the peer's state cannot help. `pause`: seconds to wait after the next failure.
+    `are_final`: whether to give up even if the peer's state changes. `pause`: seconds to wait after the next failure.
     `due`: time of the next attempt, in monotonic seconds.
     """
 
@@ -62,15 +64,15 @@ class _Failures:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether to give up."""
+        """Return whether to give up."""
         return self.are_final or self.num_passing >= MOST_FAILURES
 
 
 class Joining:
-    """The attempts for the worker `name` and its replacements.
+    """The hand-overs to the worker `name` and its replacements.
 
     `num_failures`: number of failed attempts for the worker and its replacements. `trouble`: error of the last failed
-    attempt; empty again after a success. `error`: the error that ended the attempts; None while they continue.
+    attempt; empty again after a success. `error`: the error that ended the attempts; None while attempts continue.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,11 +89,11 @@ class Joining:
         self.error, self._failures = None, _Failures()
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
-        """Make an attempt if it is due. Return `done` if the worker has the weights, `waiting` if nothing has them and
-        the worker must wait for a push, else `failed`.
+        """Make an attempt if one is due. Return `done` if the worker has the weights. Return `waiting` if no copy of
+        the weights is left and the worker must wait for a push. Otherwise return `failed`.
 
         `target`: identifies the weights and the peer; a new target resets all counts. `state`: state of the peer; a new
-        state resets the count of transient causes, but not that of refusals.
+        state resets the count of transient failures, but not the count of refusals.
         """
         if target != self._target:
             self.retry()

@@ -1,7 +1,8 @@
 """Kinds of workers. Workers of one kind give the same bits.
 
 Owns: the kind of the fleet, and the set of workers of other kinds. The kind of the fleet is the kind of the first
-member in the list that answers, until no worker of that kind is left. Workers of other kinds get no requests.
+listed member that answers. The fleet's kind changes only when no worker of this kind is left. Workers of other kinds
+get no requests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Kinds:
-    """Tracks the kinds of the workers. `are_mixed`: accept workers of any kind."""
+    """Track the kinds of the workers. `are_mixed`: accept workers of any kind."""
 
     def __init__(self, are_mixed: bool) -> None:
         self._are_mixed = are_mixed
@@ -29,11 +30,13 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Forget the kind of the fleet. The next `follow` takes the kind of the first worker that has answered."""
+        """Forget the kind of the fleet. The next `follow` adopts the kind of the first worker that has answered."""
         self._kind = None
 
     def follow(self, links: Iterable[Link]) -> None:
-        """Find the workers that are not of the fleet's kind. If no worker is of this kind, the fleet's kind changes."""
+        """Find the workers that are not of the fleet's kind. If no worker is of the fleet's kind, select another kind
+        for the fleet.
+        """
         if self._are_mixed:
             return
         kinds = {link: kind for link in links if (kind := _kind(link)) is not None}

@@ -1,4 +1,4 @@
-"""The in-flight requests of a fleet's client, and the watch for stragglers among them.
+"""The in-flight requests of a fleet's client, and the task that finds stragglers.
 
 Owns: the ids in use, and the task that sends stragglers to a second worker. Does not own how a request ends
 (`FleetRequest`).
@@ -20,7 +20,8 @@ WATCH_SECONDS = 0.25
 
 class OpenRequests:
     """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than other
-    requests, is sent to a second worker as well; None disables that. `num_asked_twice`: number of such requests.
+    requests, is also sent to a second worker. None disables second workers. `num_asked_twice`: number of requests that
+    were sent to a second worker.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -46,7 +47,7 @@ class OpenRequests:
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
-        """Run a request in a task, and return the task. The request counts as in flight until `end`."""
+        """Run a request in a task, and return the task. The request is in flight until `end` is called."""
         if self._watch is None and self._straggler_seconds is not None:
             self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
         self._requests[id] = request

@@ -1,10 +1,10 @@
-"""One request of a fleet's client, from its start to its end, with its attempts at one or more workers.
+"""One request of a fleet's client, with its attempts at one or more workers.
 
-Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own the samples
-that have arrived, nor the content of the next ask (`GroupState`), nor the workers (`WorkerPool`).
+Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own: the samples
+that have arrived and the content of the next ask (`GroupState`), or the workers (`WorkerPool`).
 
 Promises: the request has exactly one end, whatever happens to its workers. If the answers of a worker are no longer
-wanted, the request is given up at this worker.
+wanted, the request is aborted at this worker.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SLOWNESS = 3.0
 
 @dataclass(eq=False)
 class _Attempt:
-    """An ask to one worker. `since`: the time at which it was sent, in monotonic seconds. `is_last`: whether an answer
-    to this ask ended the request.
+    """An attempt to run the request: an ask to one worker. `since`: the time at which the ask was sent, in monotonic
+    seconds. `is_last`: whether an answer to this ask ended the request.
     """
 
     ask: Ask
@@ -52,8 +52,8 @@ class _Attempt:
                 await self.link.client.abort(id, index, missing_ok=True)
 
     def release(self, dispatch: Dispatch) -> None:
-        """Take the request off the worker's load. It counts as finished by this worker if `is_last` is set. The task's
-        outcome does not matter, because the task may have been cancelled earlier.
+        """Remove the request from the worker's load. If `is_last` is set, record that this worker has finished the
+        request, even if the task was cancelled.
         """
         if self.is_last:
             dispatch.finish(self.placed, time.monotonic() - self.since)
@@ -64,11 +64,12 @@ class _Attempt:
 class FleetRequest:
     """A request and its attempts.
 
-    - `deliver`: called with pieces and samples as they arrive, and then with one end: Done, Scores or an error
-    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
+    - `deliver`: called with pieces and samples as they arrive, and finally with one end: Done, Scores or an error
+    - `may_repeat`: whether a sample may be delivered again, to replace an earlier delivery
     - `max_staleness`: maximum difference between the weight versions of tokens
-    - `patience`: seconds to wait for a worker if there is none, if all refuse requests because of their state, or if
-      this request was lost with a worker and all others are full
+    - `patience`: maximum number of seconds to wait for a worker. A request waits if no worker is eligible, or if all
+      workers refuse requests because of their state. A request that was lost with a worker also waits while all other
+      workers are full.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class FleetRequest:
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
         self._patience_ends: float | None = None
-        """End of the wait for a worker, in monotonic seconds, while no worker has accepted the request."""
+        """Deadline of the wait for a worker, in monotonic seconds; None if a worker has accepted the request."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
@@ -111,8 +112,8 @@ class FleetRequest:
             await self._give_up()
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
-        """If the request is a straggler and another worker is eligible, also ask this worker for the missing samples.
-        Return whether it was asked. `now`: monotonic seconds.
+        """If the request is a straggler and another worker is eligible, also ask the other worker for the missing
+        samples. Return whether another worker was asked. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
         if self._state.is_over or not self._state.num_to_ask or len(self._attempts) != 1 or pace is None:
@@ -127,8 +128,8 @@ class FleetRequest:
         return found is not None
 
     async def abort(self, index: int | None) -> int:
-        """End the sample `index`, or all samples if it is None, with the tokens that have arrived. Return the number of
-        samples that this ended.
+        """Abort sample `index`; None aborts all samples. Aborted samples keep the tokens that have arrived. Return the
+        number of aborted samples.
         """
         ending, attempts = self._state.abort(index), list(self._attempts.values())
         self._put(self._state.settle())
@@ -140,7 +141,7 @@ class FleetRequest:
         self._put(self._state.fail(error))
 
     async def _ask_somebody(self) -> None:
-        """Choose a worker and ask it. Raise TruerollError if no worker can be asked."""
+        """Choose a worker, and send the next ask. Raise TruerollError if no worker can be asked."""
         self._put(self._state.settle())
         if self._state.is_over:
             return
@@ -151,7 +152,7 @@ class FleetRequest:
             self._ask(link, placed)
 
     async def _place(self) -> tuple[Link, Placed]:
-        """Choose a worker, and wait for one if necessary. Raise TruerollError if all workers refuse the request, or if
+        """Choose a worker. If no worker is eligible, wait. Raise TruerollError if all workers refuse the request, or if
         the wait exceeds `patience`.
         """
         setbacks = self._state.setbacks
@@ -171,7 +172,7 @@ class FleetRequest:
         return self._state.setbacks.avoided(self._looks(), is_late)
 
     def _looks(self) -> dict[str, int]:
-        """Return the number of health checks of each eligible worker; empty if no refusal depends on it."""
+        """Return the number of health checks of each eligible worker; empty if there is no refusal."""
         return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 
     def _ask(self, link: Link, placed: Placed) -> None:
@@ -179,7 +180,7 @@ class FleetRequest:
         self._attempts[asyncio.create_task(self._exchange(attempt))] = attempt
 
     async def _exchange(self, attempt: _Attempt) -> None:
-        """Send the messages of an ask and handle the replies, until all have arrived or they are no longer wanted."""
+        """Send the messages of an ask and handle the replies, until all replies have arrived or no more are wanted."""
         messages = {-1 if index is None else index: message for index, message in attempt.ask.messages.items()}
         async with aclosing(attempt.link.client.exchange(messages, None, "return")) as replies:
             async for position, reply in replies:
@@ -188,7 +189,7 @@ class FleetRequest:
                     return
 
     async def _take(self, attempt: _Attempt, index: int | None, reply: Reply) -> None:
-        """Handle a reply. `index`: the sample, if it was requested on its own; None for the whole request."""
+        """Handle a reply. `index`: index of a sample that was requested separately; None for the whole request."""
         ask, link = attempt.ask, attempt.link
         if isinstance(reply, TruerollError):
             if link.is_gone:
@@ -210,7 +211,7 @@ class FleetRequest:
                 task.cancel()
 
     def _end_attempt(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of an attempt. Raise its error, if it failed."""
+        """Handle the end of an attempt. If the attempt failed, raise its error."""
         attempt = self._attempts.pop(task)
         attempt.release(self._pool.dispatch)
         if not task.cancelled():
@@ -223,7 +224,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Cancel all attempts, which gives up their requests at the workers."""
+        """Cancel all attempts, which aborts the request at all workers."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
@@ -233,7 +234,7 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """Return the end of a group. If `max_tokens` is None, replace it with the number that workers use in that case."""
+    """Return the end of a group. If `max_tokens` is None, replace it with the number that workers use for None."""
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:
         return done

@@ -1,7 +1,7 @@
 """The samples of one request: delivered samples, parts of other samples, and the pieces that were shown to the caller.
 
-Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or start again at token 0, and together
-equal the sample. All accepted weight versions differ by at most `max_staleness`.
+Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or begin again at token 0. The
+concatenated pieces equal the sample. All accepted weight versions differ by at most `max_staleness`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 class Samples:
     """The samples of one request.
 
-    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
+    - `may_repeat`: whether a sample may be delivered again, to replace an earlier delivery
     - `max_staleness`: maximum difference between the weight versions of tokens
     - `delivered`: finish reasons of the delivered samples, by index
     - `parts`: partial samples that a worker cut off, by index
@@ -37,13 +37,13 @@ class Samples:
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample index: the ask that the shown tokens came from, and their number. The ask is None if the tokens came
-        # from the sample's part or from the whole sample.
+        # By sample index: the source of the shown tokens, and their number. The source is an ask, or None for the
+        # stored part or the whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
-        """Record the weight versions of a sample and of its prior part. If they differ too much from the versions
-        recorded so far, record nothing and return False.
+        """Record the weight versions of a sample and of its prior part. If any two recorded versions would differ by
+        more than `max_staleness`, record nothing and return False.
         """
         versions = [version for version, _, _ in spans] + [*(self._versions or ())]
         versions += [span.version for span in prior.weight_versions] if prior else []
@@ -53,8 +53,8 @@ class Samples:
         return True
 
     def begin_anew(self) -> None:
-        """Drop all samples, to restart the request. Raise StaleWeightsError if the caller has already got a part of
-        them, unless `may_repeat` is set.
+        """Drop all samples, so that the request is restarted. Without `may_repeat`, raise StaleWeightsError if the
+        caller has already received a part.
         """
         if not self._may_repeat and (self.delivered or self._shown):
             raise StaleWeightsError(
@@ -82,8 +82,8 @@ class Samples:
         return [replace(piece, start=start)]
 
     def cut(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Keep a partial sample, so that another worker can continue it. Return the piece that shows its tokens, if
-        they were not shown yet. `ask`: None if pieces of its ask are not shown.
+        """Keep a partial sample, so that another worker can continue it. If some tokens were not shown yet, return a
+        piece with all tokens of the sample. `ask`: the ask of the sample; None if pieces of this ask are not shown.
         """
         self.parts[sample.index] = protocol.sample_output(sample)
         return [] if ask is None else self._show_whole(ask, sample)
@@ -115,7 +115,7 @@ class Samples:
         return dict(Counter(self.delivered.values()))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Return one piece with the whole sample, if the request wants pieces and the shown ones are incomplete."""
+        """If the request wants pieces and not all tokens were shown, return one piece with the whole sample."""
         if not (isinstance(self._request, protocol.Generate) and self._request.deltas):
             return []
         count = len(sample.token_ids) // 4

@@ -1,4 +1,4 @@
-"""The losses and refusals of a request, and the workers that must not be asked next because of them.
+"""The losses and refusals of a request, and the workers that must not get the request next.
 
 Pure: no clock, no I/O. Callers pass the number of health checks of each worker.
 """
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from trueroll.errors import QueueFullError, TruerollError, UnavailableError, WorkerLostError
 
 MOST_LOSSES = 5
-"""A request that was lost with more workers than this fails, because the request may be the cause."""
+"""Maximum number of workers that may be lost while they run the same request. After more losses the request fails,
+because the request may be the cause.
+"""
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at that time. The next health
-    check voids the refusal, even if its report is the same as before: the worker may have been full only between the
-    two checks.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at the time of the refusal.
+    The next health check voids the refusal, even if the report has not changed. The worker may have been full only
+    between the two checks.
     """
 
     error: TruerollError
@@ -26,7 +28,8 @@ class _Refusal:
 
 
 class Setbacks:
-    """The losses and refusals of one request. `num_losses`: number of workers that were lost with it.
+    """The losses and refusals of one request. `num_losses`: number of workers that were lost while they ran the
+    request.
 
     The argument `looks` of methods: number of health checks of each eligible worker, by key.
     """
@@ -37,8 +40,8 @@ class Setbacks:
         self._rejecting: set[str] = set()
 
     def note(self, worker: str, num_looks: int, refusal: TruerollError | None) -> None:
-        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request. None means that it
-        accepted the request, which voids all earlier refusals by any worker.
+        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request. None means that the
+        worker accepted the request. An accepted request clears the earlier refusals of all workers.
         """
         if refusal is None:
             self._refusals.clear()
@@ -55,8 +58,8 @@ class Setbacks:
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """Return the error of a request that all workers refuse; None if a worker does not refuse it. A request that
-        was lost with a worker does not fail while other workers are full; it waits for room.
+        """If all workers refuse the request, return the first refusal, else None. A request that was lost with a worker
+        does not fail while other workers are full. The request waits for room instead.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:
@@ -76,12 +79,12 @@ class Setbacks:
 
     @property
     def first_refusal(self) -> TruerollError | None:
-        """The earliest refusal that still counts; None if there is none."""
+        """The earliest refusal that is still valid; None if there is none."""
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the other
-        refusing workers.
+        """Drop a refusal if its worker is not eligible or has had a later health check. Return the keys of the workers
+        that still refuse.
         """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}
         return {*self._refusals}

@@ -1,7 +1,7 @@
 """The slots of a fleet, their current workers, and the list of members for clients and publishers.
 
-Owns: the list of members, and the file that contains it. Does not own what happens to a worker (`Keeper`), nor the
-number of slots (`Scaler`).
+Owns: the list of members, and the file with this list. Does not own: what happens to a worker (`Keeper`), or the number
+of slots (`Scaler`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Slot:
     """A slot of the fleet, and its current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
-    once a worker runs. `waits_since`: if the worker waits because nothing has its weights, the number of `scale` calls
-    at its last attempt to get them; else None.
+    once a worker runs. `waits_since`: None, unless the worker waits for a push because no copy of its weights is left.
+    For a waiting worker, `waits_since` is the number of `scale` calls at the last hand-over.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Slot:
 
     @property
     def member(self) -> Member | None:
-        """The entry of the worker for clients; None if the slot has no member."""
+        """The worker's entry in the list of members; None if there is no entry."""
         return None if (worker := self.worker) is None else worker.member
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may send requests to the worker."""
+        """Return whether clients may send requests to the worker."""
         return (worker := self.worker) is not None and worker.is_serving
 
     @property
@@ -86,8 +86,8 @@ class Slots:
 
     @property
     def are_asleep(self) -> bool:
-        """Whether all serving workers are asleep. Lost workers are then not replaced, so that the trainer can use the
-        memory.
+        """Return whether all serving workers are asleep. While all are asleep, lost workers are not replaced, so that
+        the trainer can use the memory.
         """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
         return bool(states) and all(state == "asleep" for state in states)
@@ -121,7 +121,7 @@ class Slots:
         self.publish()
 
     def stand(self, slot: Slot, standing: Standing) -> None:
-        """Publish a new standing of the worker in a slot, together with its current trouble."""
+        """Set the standing of the worker in a slot, and publish it together with the last hand-over error."""
         if slot.worker is not None and slot.worker.member is not None:
             slot.worker.member = replace(slot.worker.member, standing=standing, trouble=slot.joining.trouble)
             self.publish()
@@ -139,7 +139,7 @@ class Slots:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last write of the file failed."""
+        """Return whether the last write of the file failed."""
         return self._file is not None and self._file.is_stale
 
 

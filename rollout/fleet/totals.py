@@ -81,8 +81,8 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _merged_named(values: Sequence[Any]) -> Any:
-    """Merge elements of lists, such as a pool of each worker. A pool's `window` identifies the pool, so it is not
-    added.
+    """Merge list elements, such as a cache pool of each worker. The `window` of a pool identifies the pool, so windows
+    are not added.
     """
     merged = _merged(values)
     if isinstance(merged, dict) and "window" in merged:

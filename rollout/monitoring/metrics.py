@@ -1,9 +1,10 @@
 """`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
 
-Owns a listening socket on 127.0.0.1, with its connections and threads. Whatever clients do, the number and the lifetime
-of connections and threads are bounded, and `close` ends them. Does not own the values: sources must return them without
-blocking, so that a long or stuck step never delays a scrape. docs/operations.md describes every metric, and a test
-checks that it does.
+Owns: a listening socket on 127.0.0.1, with its connections and threads. The number and the lifetime of connections and
+threads are bounded, whatever clients do. `close` ends all connections and threads. Does not own: the values. Sources
+must return values without blocking, so that a long or stuck step never delays a scrape.
+
+A test checks that docs/operations.md describes every metric.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .timings import BOUNDS, Histogram, Timings
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
-"""Maximum number of simultaneous connections. A new one replaces the oldest."""
+"""Maximum number of simultaneous connections. A new connection replaces the oldest."""
 REQUEST_SECONDS = 10.0
 """Maximum duration of a connection, from accept until the answer to its single request is read."""
 POLL_SECONDS = 0.1
@@ -69,7 +70,7 @@ class Collector(Protocol):
 
 
 def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
-    """Return the content type and the body of `/metrics`, in the format that `accepted`, the Accept header, prefers."""
+    """Return the content type and the body of `/metrics`. `accepted`: the Accept header, which selects the format."""
     try:
         encode, content_type = choose_encoder(accepted)
     except (TypeError, ValueError):  # the header names an invalid version
@@ -98,7 +99,7 @@ class MetricsServer:
         log.info("metrics on http://%s:%d/metrics", HOST, self.port)
 
     def close(self) -> None:
-        """Stop listening and close every connection. No thread and no descriptor remains."""
+        """Stop listening and close every connection. All threads end, and all descriptors are closed."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -107,8 +108,8 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    Only the thread of `serve_forever` uses the list of connections, and after its end the thread that closes the
-    server.
+    Only the thread of `serve_forever` uses the list of connections. After this thread has ended, only the thread that
+    closes the server uses the list.
     """
 
     allow_reuse_address = True
@@ -304,7 +305,7 @@ _ENGINE_COUNTERS = (
     ("prefix_hit_tokens", "prefix_hits", "Prompt tokens found in the cache or shared with a running computation."),
     ("preemptions", "preemptions", "Sequences preempted to give their blocks to older sequences."),
     ("recomputed_sequences", "recomputed", "Sequences recomputed after a commit or a sleep."),
-    ("deferred_admissions", "deferred_admissions", "Steps that requests waited for a shared prefix."),
+    ("deferred_admissions", "deferred_admissions", "Steps during which requests waited for a shared prefix."),
     ("evictions", "evictions", "Cached blocks that were evicted."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
@@ -324,7 +325,9 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """Yield one series per expert and one per layer, but none per pair of them. `tokens`: from `expert_tokens`."""
+    """Yield one series per expert and one series per layer, but no series per (layer, expert) pair. `tokens`: from
+    `expert_tokens`.
+    """
     text = "Tokens processed by an expert, over all layers."
     counter = CounterMetricFamily("trueroll_expert_tokens", text, labels=["expert"])
     yield _fill(counter, {str(i): count for i, count in enumerate(tokens.sum(0).tolist())})

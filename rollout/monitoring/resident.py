@@ -16,7 +16,7 @@ PERIOD_SECONDS = 1.0
 
 
 class ResidentMemory:
-    """The resident memory of the process that creates it. Any thread may use it.
+    """The resident memory of the process that creates the object. Thread-safe.
 
     Raise OSError if `/proc/self/statm` cannot be read.
     """
@@ -34,7 +34,7 @@ class ResidentMemory:
     def num_bytes(self) -> int:
         """Return the resident memory in bytes.
 
-        The value is at most PERIOD_SECONDS old. After `close` or a failed read, it is the last value.
+        The value is at most PERIOD_SECONDS old. After `close` or a failed read, return the last value.
         """
         with self._lock:
             now = monotonic()

@@ -1,4 +1,4 @@
-"""Histograms of durations. One thread writes a histogram, any thread may read it without a lock. Imports no torch."""
+"""Histograms of durations. One thread writes a histogram; any thread may read it without a lock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Timings:
 
     - `step`: a step of the engine
     - `stage`: a push from its start until it is verified
-    - `commit_pause`: the time during which the engine did not step because of a commit
+    - `commit_pause`: the pause of the engine during a commit
     - `push`: a push from its start until it is committed
-    - `sleep`, `wake_up`: a call of this kind; a sleep includes the wait for running requests if it drains them
+    - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. A sleep that drains running requests includes the wait for
+      these requests.
     """
 
     step: Histogram = field(default_factory=Histogram)

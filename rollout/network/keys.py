@@ -3,9 +3,10 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- Any user of the machine can reach a TCP port on loopback. There, worker and clients use the keys in a private file of
-  their common user. The file is created on first use.
-- With `curve_secret_key_file` and `clients_file`, on any address, each client has a name and a role.
+- On a TCP port on loopback, worker and clients use the keys in a private file of their common user. Keys are needed
+  because any user of the machine can reach the port. The file is created on first use.
+- With `curve_secret_key_file` and `clients_file`, each client has a name and a role. Named clients work with any
+  address.
 
 Does not own sockets. Secrets leave this module only as socket options.
 """
@@ -41,7 +42,7 @@ _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 @dataclass(frozen=True)
 class Client:
-    """The sender of a message. `user`: the user's name; None if all clients count as one user."""
+    """The sender of a message. `user`: the user's name; None if the worker has no named clients."""
 
     user: str | None
     role: Role
@@ -70,7 +71,7 @@ class ClientKeys:
 
 
 def server_keys(config: WorkerConfig) -> ServerKeys | None:
-    """Return the worker's keys for the configured address, or None if that address needs no keys.
+    """Return the worker's keys for the configured address, or None if this address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
@@ -84,7 +85,7 @@ def server_keys(config: WorkerConfig) -> ServerKeys | None:
 
 
 def client_keys(address: str, server_public_key: Key | None, client_key: Key | None) -> ClientKeys | None:
-    """Return a client's keys for a worker at `address`, or None if that address needs no keys.
+    """Return a client's keys for a worker at `address`, or None if this address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
@@ -135,11 +136,11 @@ def read_clients(path: str) -> dict[str, Client]:
 
 
 def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
-    """Return the clients by key in the text of a clients file, in the format of `read_clients`.
+    """Parse the text of a clients file, in the format of `read_clients`. Return the clients by key.
 
     `check_key(where, key)` raises ConfigError if `key` is not a valid key. Raise ConfigError if a line is invalid, a
-    key appears twice or there are no clients. Errors name the setting, the file and the line, but never show the key:
-    it may be a secret.
+    key appears twice or there are no clients. Errors name the setting, the file and the line, but never show the key,
+    which may be secret.
     """
     clients: dict[str, Client] = {}
     for number, line in enumerate(text.split("\n"), start=1):
@@ -205,7 +206,7 @@ def _key_pair(given: Key) -> tuple[bytes, bytes]:
 
 
 def _key_or_file(what: str, given: Key) -> bytes | Path:
-    """Return the key itself, or the path of its file. Errors never show the text, which may be a secret."""
+    """Return the key itself, or the path of its file. Errors never show the text, which may be secret."""
     if isinstance(given, Path):
         return given
     text = given.decode(errors="replace") if isinstance(given, bytes) else given
@@ -234,7 +235,7 @@ def _check_key(what: str, key: str) -> None:
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
     """Return the public and the secret key in a file of `zmq.auth.create_certificates`.
 
-    Raise ConfigError if other users can read the file, or if it does not contain a valid pair of keys.
+    Raise ConfigError if other users can read the file, or if the file does not contain a valid pair of keys.
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o077)
@@ -274,12 +275,12 @@ class _OwnKeys:
             own = cls(**json.loads(_read_private(file)))
             for key in astuple(own):
                 if not isinstance(key, str) or not _is_key(key):
-                    raise ValueError("a value that is not a key")
+                    raise ValueError("a value is not a key")
             return own
 
     @classmethod
     def _create(cls, file: Path) -> None:
-        """Create the file atomically. If another process has created it meanwhile, keep that file."""
+        """Create the file atomically. If another process creates the file at the same time, keep the existing file."""
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
         try:
@@ -292,7 +293,9 @@ class _OwnKeys:
 
 
 def _own_folder() -> Path:
-    """Return the folder for the keys, as the XDG base directory specification says. It ignores relative paths."""
+    """Return the folder for the keys, according to the XDG base directory specification. A relative path in the
+    environment is ignored.
+    """
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         folder = configured if configured.is_absolute() else Path.home() / ".config"
@@ -330,6 +333,6 @@ def _read_private(file: Path) -> bytes:
 
 
 def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidden: int) -> None:
-    """Raise ValueError unless the file is of this kind, belongs to this user or root, and lacks `forbidden` bits."""
+    """Raise ValueError unless the file is of this kind, belongs to this user or root, and has no `forbidden` bits."""
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
         raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")

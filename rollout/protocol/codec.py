@@ -1,11 +1,11 @@
 """Encoding and decoding of messages, conversion of the engine's results to messages, and samples built from deltas.
 
 A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame passes
-through `from_client` or `from_worker`. They reject missing, unknown, mistyped and out-of-range fields, so other modules
-never see them.
+through `from_client` or `from_worker`. `from_client` and `from_worker` reject missing, unknown, mistyped and
+out-of-range fields. So other modules see only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
-this module knows which field carries which column of `engine.request`.
+this module maps the columns of `engine.request` to message fields.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ def address(reply: bytes, caller: str | None) -> bytes:
 def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     """Decode a client's frame.
 
-    Raise ProtocolError if the frame is invalid, or if it exceeds `max_elements` in total, `MAX_FIELDS` in a map or
-    `MAX_DEPTH`. These limits keep the cost of decoding proportional to the size of the frame. Raise InvalidRequestError
-    if sampling parameters are invalid.
+    Raise ProtocolError if the frame is invalid or exceeds a limit: `max_elements` elements in total, `MAX_FIELDS`
+    fields in a map, or a nesting of `MAX_DEPTH`. The limits keep the cost of decoding proportional to the size of the
+    frame. Raise InvalidRequestError if sampling parameters are invalid.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
 def from_worker(frame: bytes) -> FromWorker:
-    """Decode a worker's frame. Raise ProtocolError if it is invalid."""
+    """Decode a worker's frame. Raise ProtocolError if the frame is invalid."""
     return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
 
 
 def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
-    """Return the unchecked fields of a frame. Raise ProtocolError if it does not decode within the limits."""
+    """Return the unchecked fields of a frame. Raise ProtocolError if the frame cannot be decoded or exceeds a limit."""
     count = _element_counter(max_elements)
     try:
         _check_completeness(frame)
@@ -115,9 +115,9 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
 
 
 def _check_completeness(frame: bytes) -> None:
-    """Raise the error that unpacking would raise if an array or map announces more elements than the frame contains.
+    """Raise msgpack's error if an array or map announces more elements than the frame contains.
 
-    Unpacking itself would first allocate memory for all announced elements.
+    Call this function before unpacking, which would first allocate memory for all announced elements.
     """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
     unpacker.feed(frame)
@@ -125,9 +125,10 @@ def _check_completeness(frame: bytes) -> None:
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook for each decoded map and array, which raises ValueError once they have more than `limit` elements.
+    """Return a hook for decoded maps and arrays. The hook raises ValueError once there are more than `limit` elements
+    in total.
 
-    The maps and arrays count as elements, too.
+    Each map and each array is also an element.
     """
     num_elements = 0
 
@@ -142,7 +143,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
 
 
 def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
-    """Return the fields. Raise ValueError if a key is not a string, because MessagePack also allows bytes."""
+    """Return the fields. Raise ValueError if a key is not a string: MessagePack also allows bytes."""
     for key in fields:
         if not isinstance(key, str):
             raise ValueError(f"the key {brief(key)} is not a string")
@@ -164,7 +165,7 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """Return the id of an unchecked message, for the error that rejects it; None if there is no valid id.
+    """Return the id of an unchecked message, for the error that rejects the message; None if there is no valid id.
 
     To bound the cost, only the first `_ID_WITHIN_BYTES` bytes are searched.
     """
@@ -198,7 +199,9 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise from_validation(ProtocolError, error, first_part=1) from None  # the location starts with the type
+        raise from_validation(
+            ProtocolError, error, first_part=1
+        ) from None  # the error's location starts with the message type
 
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
@@ -220,7 +223,7 @@ def num_listed(message: Carrier) -> int:
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Return the message fields that carry the columns `content`. Listed columns have `k` elements per token."""
+    """Convert columns to message fields. `content`: columns as bytes. `k`: elements per token in listed columns."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
 
@@ -236,7 +239,7 @@ def columns_within(message: Carrier) -> Columns:
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
-    """Return the message fields that carry `columns`."""
+    """Convert columns to message fields."""
     content = {
         column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
     }
@@ -250,8 +253,8 @@ _BOOLEANS = frozenset((bool, np.bool_))
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
     """Return token ids as the protocol's int32 array.
 
-    Python and numpy integers are accepted. For any other values, raise InvalidRequestError, which names `field`.
-    Booleans are refused too, although numpy would convert them to 0 and 1.
+    Python and numpy integers are accepted. All other values raise InvalidRequestError, which names `field`. Booleans
+    are refused, too: numpy would convert them to 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
@@ -272,7 +275,7 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
 
 
 def bytes_to_tokens(data: bytes) -> np.ndarray:
-    """Return the token ids of the protocol's array, int32 [num_tokens], writable."""
+    """Decode the protocol's array of token ids. Return a writable array, int32 [num_tokens]."""
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
@@ -294,7 +297,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
 
 
 def delta_message(id: str, delta: SampleDelta) -> Delta:
-    """Return the part of a `Deltas` message for new tokens of a sample of request `id`."""
+    """Return a `Delta` with the new tokens of a sample of request `id`."""
     return Delta(
         id=id,
         index=delta.index,
@@ -305,7 +308,7 @@ def delta_message(id: str, delta: SampleDelta) -> Delta:
 
 
 def scores_message(id: str, output: ScoreOutput) -> Scores:
-    """Return the message for the finished score of request `id`."""
+    """Return the message for the finished scoring request `id`."""
     return Scores(
         id=id,
         finish_reason=output.finish_reason,
@@ -383,7 +386,7 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 class Growth:
     """The tokens of a sample so far, assembled from deltas.
 
-    `first`: a delta that starts with token 0. It also provides the id and the index of the sample.
+    `first`: a delta that starts with token 0. `first` also provides the id and the index of the sample.
     """
 
     def __init__(self, first: Delta) -> None:
@@ -414,7 +417,7 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """Return the tokens from `start` on as a delta: as many as fit in `max_bytes`, but at least one."""
+        """Return the tokens from `start` on as a delta of at most `max_bytes`, but with at least one token."""
         widths = self._widths
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {

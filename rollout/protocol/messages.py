@@ -59,8 +59,8 @@ Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 class _Request(Message):
     """Fields that `Generate` and `GetScores` share.
 
-    - `caller`: name of the caller of this submission. Keep the name if the request is sent again because its reply was
-      lost. If the request was aborted earlier by another caller, the aborted result does not answer this submission.
+    - `caller`: id of the caller that submits the request. If the request is sent again because its reply was lost, use
+      the same id. If another caller has aborted the request, the aborted result does not answer this submission.
     - `min_weight_version`: minimum version of the weights with which the request may begin. A worker with older weights
       answers with the error `stale_weights`, unless `wait_for_weights` is set.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version
@@ -84,7 +84,8 @@ class Generate(_Request):
     - `prompt_token_ids`: int32 array
     - `num_prior_tokens`, `spans`: see `GenerateRequest`
     - `deltas`: send `Deltas` to this caller while the samples grow
-    - `while_connected`: end the request and drop its result as soon as no client that waits for it is connected
+    - `while_connected`: end the request and drop its result once every client that waits for the request has
+      disconnected
     - other fields: see `_Request`
     """
 
@@ -99,7 +100,7 @@ class Generate(_Request):
 
 
 class GetScores(_Request):
-    """Request the log-probs of given tokens, at least two.
+    """Request the log-probs of two or more given tokens.
 
     - `token_ids`: int32 array
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
@@ -117,10 +118,10 @@ class GetScores(_Request):
 
 
 class Abort(Message):
-    """End request `request_id`, or only its sample `index`. Its result keeps the tokens generated so far.
+    """End request `request_id`, or only its sample `index`. The result has the tokens generated so far.
 
-    If `caller` is given, only this caller gives up the request, and this caller gets no more replies. If no other
-    caller waits for the request, the request ends and its result is not kept.
+    If `caller` is given, only this caller abandons the request, and gets no more replies. If no other caller waits for
+    the request, the request ends and its result is not kept.
     """
 
     type: Literal["abort"] = "abort"
@@ -178,7 +179,7 @@ class Drain(Message):
 class Sleep(Message):
     """Release memory.
 
-    - `level`: 1 keeps the weights on the host; 2 drops them, so a push must follow
+    - `level`: 1 keeps the weights on the host; 2 drops the weights, so a push must follow
     - `tags`: the kinds of memory to release
     - `in_flight`: how to treat running requests; `drain` waits for at most `timeout` seconds
     """
@@ -207,9 +208,9 @@ class Invalidate(Message):
 
 
 class SaveWeights(Message):
-    """Write the served weights into a new folder inside `folder`, from which a push by disk can load them.
+    """Write the served weights into a new folder inside `folder`, in the format of a `disk` push.
 
-    Only weights that a push brought can be written. Generation stops during the call.
+    Only pushed weights can be written, not the weights of the checkpoint. Generation stops during the call.
     """
 
     type: Literal["save_weights"] = "save_weights"
@@ -218,7 +219,7 @@ class SaveWeights(Message):
 
 
 class GetChecksums(Message):
-    """Request the checksums of the served weights. The engine computes them between two steps."""
+    """Request the checksums of the served weights. The engine computes the checksums between two steps."""
 
     type: Literal["checksums"] = "checksums"
     id: Id
@@ -265,7 +266,7 @@ class RoutedExperts(Message):
 
 
 class FinishedSample(Message):
-    """One finished sample, with the fields of `SampleOutput`. `caller`, here and below: the submission's caller."""
+    """One finished sample, with the fields of `SampleOutput`. `caller`: the caller of the submission."""
 
     type: Literal["sample"] = "sample"
     id: Id
@@ -305,7 +306,9 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens, since the last `Deltas` to `caller`, of unfinished samples of all its requests with `deltas`."""
+    """New tokens of unfinished samples, since the last `Deltas`. One message covers all requests of `caller` with
+    `deltas`.
+    """
 
     type: Literal["deltas"] = "deltas"
     samples: tuple[Delta, ...]
@@ -374,8 +377,8 @@ class Health(Message):
     """The worker's state.
 
     - `instance`: random id of the worker's process
-    - `seconds_since_progress`: seconds since the last step that computed or finished something, or, if later, since an
-      idle engine got work; None while loading
+    - `seconds_since_progress`: seconds since the engine last made progress; None while loading. Progress is a step that
+      computes or finishes something, or new work for an idle engine.
     - `weight_version`: version of the served weights; None while loading
     - `requests`: counts of `open` requests (accepted, unfinished), of `running` and `waiting` sequences in the engine,
       and of `kept` results
@@ -456,4 +459,4 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
     GetChecksums: (Checksums,),
 }
-"""The types of the replies to each kind of call. Errors, and `Deltas` if requested, come in addition."""
+"""The types of the replies to each kind of call. Any call may also get an `Error`, and `Deltas` if requested."""

@@ -20,7 +20,6 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from trueroll.errors import printable
@@ -29,6 +28,7 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
+from .progress import tracked
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
@@ -74,6 +74,38 @@ CELLS = (
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
 )
+# The cells of `--quick`, one for each kind of circumstances that can be combined.
+QUICK_CELLS = (
+    Cell(cache="warm"),
+    Cell(others=10, budget=64),
+    Cell(others=10, is_starved=True),
+    Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
+    Cell(is_score=True, budget=64),
+)
+QUICK_SIZES = Sizes(prompt_lengths=(150, 64, 5))
+LEFT_OUT = (
+    "quick: {run} of {all} cells, prompts of up to {longest} tokens instead of {usual}. Left out: token by token, "
+    "unlimited budget, multi-turn, 31 others, other block sizes and numbers of threads one by one, and most "
+    "combinations. Run verify without --quick for all of them."
+)
+LEGEND = """\
+Each row is a cell: the same requests, served under the circumstances it names.
+  samples, tokens  how many are compared with the baseline, the first row
+  differences      tokens of which any bit differs, in the id, the log-prob or
+                   another requested number; a sample with another end adds 1
+  premises         evidence that the circumstances occurred; if one FAILED, the
+                   cell proves nothing
+    reused, reread   prompt tokens, or tokens of earlier answers, from the cache
+    chunks           steps in which the longest prompt was computed
+    together         samples that shared a step
+    preempted        samples that lost their memory and were recomputed
+    threads          CPU threads that computed
+    ended by, held   requests of the baseline on which a stop token, a stop
+    back, other ...  string, min_tokens or other log-probs had an effect
+Circumstances: others are requests that run at the same time; budget is the
+limit of tokens per step, block the number of tokens in a block of the cache;
+score computes the log-probs of given tokens."""
+
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
     Cell(cache="warm", interval=16, states="hit"),
@@ -127,7 +159,7 @@ class CellResult:
         return self.differences == 0 and not self.failed_premises
 
 
-def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Iterator[CellResult]:
+def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
     """Yield the baseline's result, then a result for each of `cells_of`.
 
     `loaded`: the model of `config`. Dtype, device and backend come from `config` too. Raise ConfigError if the model
@@ -137,16 +169,22 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
     yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in cells_of(loaded):
+    for cell in cells_of(loaded, quick):
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
 
 
-def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
-    """Return CELLS, with STATE_CELLS if the model has recurrent layers and ROUTE_CELLS if it has experts."""
+def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
+    """Return CELLS, with STATE_CELLS if the model has recurrent layers and ROUTE_CELLS if it has experts.
+
+    `quick`: QUICK_CELLS instead of CELLS, and only the first of the additional cells.
+    """
     spec = loaded.model.spec
-    return CELLS + (STATE_CELLS if spec.delta_nets else ()) + (ROUTE_CELLS if spec.experts else ())
+    more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
+    if quick:
+        return sum((cells[:1] for cells in more), QUICK_CELLS)
+    return sum(more, CELLS)
 
 
 class _Lab:
@@ -333,17 +371,32 @@ def _different_rows(expected: np.ndarray, found: np.ndarray) -> int:
     return int(differs.sum()) + abs(len(expected) - len(found))
 
 
-def verify(config: EngineConfig, console: Console, json_file: Path | None = None, sizes: Sizes = SIZES) -> bool:
+def verify(
+    config: EngineConfig,
+    console: Console,
+    json_file: Path | None = None,
+    sizes: Sizes | None = None,
+    quick: bool = False,
+) -> bool:
     """Run the matrix on the model of `config`, print its table, and write it to `json_file`. Return whether it passed.
 
-    Raise ConfigError or ModelError if the model cannot be loaded or its context is too short for the matrix.
+    `quick`: run fewer cells with shorter prompts. Raise ConfigError or ModelError if the model cannot be loaded or its
+    context is too short for the matrix.
     """
     loaded = load_model(config)
-    matrix = run_matrix(config, loaded, sizes)
-    total = len(cells_of(loaded)) + 1
-    results = list(track(matrix, "verifying", total=total, console=console, transient=True))
+    sizes = sizes or (QUICK_SIZES if quick else SIZES)
+    matrix = run_matrix(config, loaded, sizes, quick)
+    total = len(cells_of(loaded, quick)) + 1
+    results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
+    console.print(LEGEND, markup=False, highlight=False)
+    if quick:
+        run, every = (len(cells_of(loaded, each)) + 1 for each in (True, False))
+        console.print(
+            LEFT_OUT.format(run=run, all=every, longest=max(sizes.prompt_lengths), usual=max(SIZES.prompt_lengths)),
+            markup=False,
+        )
     if loaded.backend.note:
         console.print(
             f"backend {loaded.backend.name}, not a faster one: {printable(loaded.backend.note)}", markup=False

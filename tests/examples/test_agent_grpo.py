@@ -125,7 +125,7 @@ def test_turns_hit_the_cache_and_train_without_a_mismatch(
     rows = example.run(tmp_path / "run")
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
     assert all(float(row["grad_norm"]) > 0.0 for row in rows), "premise: it trains"
-    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row["oldest_version"] for row in rows] == [str(step + 1) for step in range(STEPS)]
     check_hits(example.steps, worker)
     assert capsys.readouterr().out.count("prompt tokens from the cache: turn 1 ") == STEPS
     check_gradients(example)

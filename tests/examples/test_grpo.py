@@ -112,7 +112,7 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     assert levels == ([sleep] * STEPS if sleep else []) and [*rows[0]] == COLUMNS
     assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
-    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row["oldest_version"] for row in rows] == [str(step + 1) for step in range(STEPS)]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -147,10 +147,30 @@ def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: 
     assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
 
 
-def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> None:
-    rows = run(tmp_path, steps=2, unaligned=True)
+def test_the_plain_forward_pass_shows_a_mismatch(
+    run: Run, grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The mismatch of such a run can be drawn beside the mismatch of an aligned run."""
+    rows = run(tmp_path / "plain", steps=2, unaligned=True)
     assert all(float(row["mismatch"]) > 0.0 for row in rows)
     check_diagnostics(rows)
+    figures: list[Any] = []
+    make_figure = grpo.Figure
+    monkeypatch.setattr(grpo, "Figure", lambda **sizes: figures.append(make_figure(**sizes)) or figures[-1])
+    run(tmp_path / "aligned", steps=2, beside=tmp_path / "plain")
+    both = {line.get_label(): [*line.get_ydata()] for line in figures[0].axes[2].lines}
+    assert both == {"step": [0.0, 0.0], "step of plain": [float(row["mismatch"]) for row in rows]}
+    assert "seed 1" in figures[0].get_suptitle()
+    assert capfd.readouterr().out.count(" s: generate ") == 4, "each step prints its seconds"
+    with pytest.raises(typer.BadParameter, match="--beside: .* has no metrics.csv"):
+        run(tmp_path / "third", beside=tmp_path)
+
+
+def test_a_new_worker_gives_no_warning(model: Path, tmp_path: Path) -> None:
+    """The first push has a higher version than the checkpoint of a new worker."""
+    arguments = ("--out", str(tmp_path / "run"), "--model", str(model), "--steps", "1", "--prompts", "2")
+    result = subprocess.run([sys.executable, "-P", str(EXAMPLE), *arguments], capture_output=True, text=True)
+    assert result.returncode == 0 and "warning" not in (result.stdout + result.stderr).lower(), result.stderr
 
 
 def check_diagnostics(rows: list[dict[str, str]]) -> None:
@@ -244,7 +264,7 @@ def check_stale(rows: list[dict[str, str]]) -> None:
     """
     assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
     for step, row in enumerate(rows[1:], 1):
-        assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
+        assert row["oldest_version"] == str(step) and float(row["stale_share"]) > 0.0
         assert float(row["stale_difference"]) > 0.0 and row["mismatch"] in ("", "0.0")
     check_diagnostics(rows[1:])
     exact = dict(k1="0.0", k2="0.0", k3="0.0", perplexity_gap="0.0", clipped_share="0.0", largest_ratio="1.0")
@@ -310,7 +330,7 @@ def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: flo
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
     is_own = torch.tensor([False, False, True, True])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        log_probs = trainer._log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
+        log_probs = trainer.log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
     trainer.version = 1
     row = trainer.step([grpo.Sample(ids, is_own, log_probs + shift, old, 0.0, advantage)])
     assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None

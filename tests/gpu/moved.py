@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trueroll.engine.models.dummy import find_config
+from trueroll.engine.models.names import find_config
 from trueroll.kernels.contract import Backend
 
 IS_REHEARSAL = os.environ.get("TRUEROLL_REHEARSAL") == "1"

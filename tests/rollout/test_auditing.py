@@ -28,7 +28,7 @@ from trueroll.rollout import (
     auditing,
     launch_worker,
 )
-from trueroll.rollout.tools import cli
+from trueroll.rollout.tools import cli, pictures
 
 PROMPTS = [[*range(3, 20)], [7, 8]]
 PARAMS = SamplingParams(n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -144,6 +144,31 @@ def test_the_command_compares_a_checkpoint_with_the_served_weights(
     other = make_tiny_model("llama", tmp_path / "other", dtype="bfloat16", rms_norm_eps=0.1)
     result = CliRunner().invoke(cli.app, ["audit", str(other), worker.address])
     assert result.exit_code == 1 and "- unknown: none of the compared properties explains" in result.stdout
+
+
+def test_the_command_draws_the_differences_of_both_trainers(
+    folder: Path, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[Any, str]] = []
+    plot = pictures.plot_differences
+
+    def noted(audits: Any, title: str, file: Path) -> None:
+        drawn.append((audits, title))
+        plot(audits, title, file)
+
+    monkeypatch.setattr(pictures, "plot_differences", noted)
+    picture = tmp_path / "differences.png"
+    result = CliRunner().invoke(cli.app, ["audit", str(folder), worker.address, "--plot", str(picture)])
+    assert result.exit_code == 0, "only the aligned trainer decides"
+    assert "All 384 log-probs have the same bits" in result.stdout
+    assert "Without alignment: " in result.stdout and "- alignment: the model uses the ops" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    [((aligned, plain), title)] = drawn
+    assert title.startswith(f"{folder}, bfloat16, backend cpu (")
+    assert (aligned.is_aligned, plain.is_aligned) == (True, False)
+    assert [len(row) for row in plain.differences] == [32] * 12
+    assert not any(row.any() for row in aligned.differences) and plain.num_different > 0
+    assert max(abs(row).max() for row in plain.differences) == pytest.approx(plain.largest)
 
 
 def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:

@@ -42,7 +42,7 @@ PROBE_PAUSE = 0.002
 LOWEST_PRIORITY = 19
 DEADLINE = 60.0
 KEY = "key-of-the-siege"
-COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http")
+COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "http")
 Bits = tuple[list[int], bytes]
 """Token ids, and log-probs as the bytes of float32."""
 

@@ -1,7 +1,7 @@
 """`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns the alignment of policy and reference model, which must happen before TRL changes them, and the log-probs and
-entropies of the loss. Does not own the generation of samples (see `trueroll_generation`). Promises that TRL's
+Owns: the alignment of the policy and the reference model, before TRL changes these models, and the log-probs and
+entropies of the loss. Does not own: the generation of samples (`trueroll_generation`). Promises: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
 setting that would break this promise raises ConfigError.
 """
@@ -25,9 +25,9 @@ from .grpo import grpo_trainer
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     """TRL's `GRPOTrainer` with an aligned model and reference model, with or without PEFT. Takes the same arguments.
 
-    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`; without it, float32 for float32
-    parameters. Raise AlignmentError for a model that `align` refuses. Raise ConfigError for settings of TRL with which
-    the loss would use different log-probs.
+    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, or float32 for float32 parameters
+    without `bf16`. Raise AlignmentError for a model that `align` refuses. Raise ConfigError if a setting of TRL would
+    give the loss different log-probs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -36,8 +36,8 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @contextlib.contextmanager
     def _aligned(self) -> Iterator[None]:
-        """Context manager in which TRL aligns its models, before accelerate wraps them, instead of replacing their
-        heads.
+        """Context manager that makes TRL align its models instead of replacing their heads. The models are aligned
+        before accelerate wraps them.
         """
         original = grpo_trainer.add_fused_lm_head
 

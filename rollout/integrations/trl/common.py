@@ -1,4 +1,4 @@
-"""Shared parts of the TRL integrations: translation of settings, encoding of prompts, checks of samples."""
+"""Shared parts of the TRL integrations: the translation of settings, the encoding of prompts, and checks of samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class WeightsError(TruerollError):
 
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
-    """Return sampling parameters from the settings of a TRL trainer. `generation_kwargs` override them, as in TRL.
+    """Return sampling parameters from the settings of a TRL trainer. `generation_kwargs` override these settings, as in
+    TRL.
 
     Raise ConfigError for settings that a worker does not support, and TrlMissingError for missing settings.
     """
@@ -79,7 +80,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
-    """Return a sample's log-probs, float32 [completion_len]. `sampling_params` requests them for every sample."""
+    """Return a sample's log-probs, float32 [completion_len]. `sampling_params` requests log-probs for every sample."""
     assert sample.logprobs is not None
     return sample.logprobs
 

@@ -1,4 +1,4 @@
-"""Conversion of a group of samples to training rows of `AsyncGRPOTrainer`: rewards, advantages, arrays."""
+"""Convert a group of samples to training rows of `AsyncGRPOTrainer`: rewards, advantages and arrays."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Group:
 
 
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
-    """Return the reward that `func` gives each sample, with NaN for None. `func` may be a coroutine function.
+    """Return the reward of each sample from `func`, with NaN instead of None. `func` may be a coroutine function.
 
-    Raise ConfigError unless it returns one finite number or None for each sample.
+    Raise ConfigError unless `func` returns one finite number or None for each sample.
     """
     count = len(group.samples)
     columns = {name: [value] * count for name, value in group.row.items() if name not in _NOT_FOR_REWARDS}
@@ -72,8 +72,8 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Convert StopIteration to another error: a future cannot hold it, and awaiting such a
-    future would never end.
+    """Return the result of `call`. Convert StopIteration to RuntimeError, because a future cannot hold StopIteration
+    and would never complete.
     """
     try:
         return call()
@@ -86,7 +86,8 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
 
     `rewards`: float64 [num_functions, num_samples], NaN for unknown rewards.
     """
-    # Imported here because importing it warns that it is experimental, which does not concern users of GRPOTrainer.
+    # Imported here because the import warns that the module is experimental. The warning is irrelevant for users of
+    # GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
     check_sample(async_rollout_worker.RolloutSample)

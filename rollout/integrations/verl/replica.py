@@ -29,7 +29,7 @@ class TruerollReplica(RolloutReplica):
             )
 
     async def launch_servers(self) -> None:
-        """Start the server and return when its worker is ready. Raise the worker's error if it does not start."""
+        """Start the server and return when its worker is ready. Raise the error of a worker that cannot start."""
         [trainer] = self.workers
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()
@@ -60,6 +60,6 @@ def server_name(replica_rank: int) -> str:
 
 
 def _place(_: Any) -> tuple[str, str]:
-    """Return the calling process's node id and the id of the accelerator that Ray assigned to it."""
+    """Return the node id of the calling process, and the id of the accelerator that Ray assigned to this process."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()[get_platform().ray_resource_name()][0]

@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 from trueroll.engine.models import smollm2 as module
 from trueroll.engine.models.eos import find_eos_tokens
-from trueroll.engine.models.loader import read_config, resolve_model
+from trueroll.engine.models.loader import read_config
+from trueroll.engine.models.names import resolve_model
 from trueroll.engine.models.smollm2 import make_folder_once, smollm2_folder
 from trueroll.errors import ModelError
 

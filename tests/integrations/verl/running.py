@@ -1,4 +1,4 @@
-"""Runs verl's GRPO entry point on a CPU, in verl's own virtual environment, and reads the output."""
+"""Runs verl's main program on a CPU, in verl's own virtual environment, and reads the output."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 PROMPTS, SAMPLES, RESPONSE_LENGTH = 4, 4, 24
 """Prompts per step, samples per step, and response length in tokens."""
+ROUNDING = 1e-4
+"""Upper bound on how much rounding changes a probability."""
 
 # verl's own settings for a run on a few CPU cores.
 ON_A_CPU = """

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from .reward import compute_score
-from .running import PROMPTS, SAMPLES, Run, make_inputs, run_main
+from .running import PROMPTS, ROUNDING, SAMPLES, Run, make_inputs, run_main
 
 STEPS = 3
-ROUNDING = 1e-4
-"""Upper bound on how much rounding changes a probability."""
 STALE = 1e-2
 """Lower bound on how much the weights of another step change a probability."""
 

@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 PROMPTS = [[i, 5, 6] for i in range(1, 7)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CLI = "from trueroll.rollout.tools.cli import main; main()"
+CLI = "from trueroll.rollout.tools.program import main; main()"
 pytestmark = pytest.mark.timeout(600)
 
 

@@ -36,7 +36,7 @@ from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.lifecycle import Lifecycle
 from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
 
-PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()")
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_adapters_of_a_sleeping_worker(llama: tuple[Engine, str], folders: Any) 
         assert not engine.weights.base.kept
         client.wake_up(tags=["weights"])
         with pytest.raises(
-            PushError, match="this worker has lost the weights .*; push the model without adapters=True"
+            PushError, match="this worker has lost the base weights .*; push the model without adapters=True"
         ):
             to.push(model, 3, adapters=True)
         to.push(model, 3)

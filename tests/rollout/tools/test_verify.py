@@ -482,3 +482,22 @@ def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeyp
     text = console.export_text()
     assert "backend reference (torch" in text
     assert "backend reference, not a faster one: native CPU kernels do not support float16" in text
+
+
+def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
+    config, console = EngineConfig(model=str(tiny_llama)), Console(record=True, width=160)
+    assert verify.verify(config, console, sizes=SMALL, quick=True)
+    text = console.export_text()
+    assert f"quick: {len(verify.QUICK_CELLS) + 1} of {len(verify.CELLS) + 1} cells, prompts of up to 150 tokens" in text
+    assert all(cell.name in text for cell in verify.QUICK_CELLS) and "token by token" in text
+    assert f"passed: {len(verify.QUICK_CELLS) + 1} cells" in text
+    covered = {(cell.cache, bool(cell.others), cell.is_starved, cell.is_score) for cell in verify.QUICK_CELLS}
+    assert len(covered) == len(verify.QUICK_CELLS), "each cell covers another kind"
+
+
+def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama))
+    results = list(verify.run_matrix(config, load_model(config), verify.QUICK_SIZES, quick=True))
+    named = {premise.name for result in results for premise in result.premises} - {"failed"}
+    missing = [name for name in named if name.split()[0] not in verify.LEGEND]
+    assert named >= {"reused", "chunks", "together", "preempted", "threads"} and missing == []

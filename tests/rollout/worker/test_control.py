@@ -552,7 +552,7 @@ def test_a_system_without_threads_refuses_a_push(
         with monkeypatch.context() as patch:
             patch.setattr(Receiver, "start", start)
             error = push.begin(in_place=in_place)
-            assert error["code"] == "push_failed" and "has none left" in error["message"]
+            assert error["code"] == "push_failed" and "cannot start another thread" in error["message"]
         assert raw.health()["push"] is None and raw.health()["state"] == "ready" and engine.actions == []
         assert push.run()["phase"] == "committed"
     assert_serves(engine, NEW)

@@ -61,7 +61,7 @@ def test_older_weights_are_refused_and_the_id_is_free_again(raw: RawClient, engi
     assert (error["type"], error["code"], error["id"]) == ("error", "stale_weights", "a")
     assert (
         "needs version 5 or later, but the worker serves version 3" in error["message"]
-        and "push again" in error["message"]
+        and "push newer weights" in error["message"]
     )
     assert num_open(raw) == 0 and not engine.requests
     raw.send(type, id="a", min_weight_version=SERVED, **fields)

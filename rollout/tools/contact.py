@@ -1,0 +1,58 @@
+"""The first contact of a command with a worker: a wrong address is an error at once, and a wait says how long it may
+take. Owns nothing. Imports neither torch nor zmq.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from trueroll.errors import ConfigError
+
+from ..client.membership import is_fleet
+from ..config import address_hint, check_address, check_socket
+from .progress import tell
+
+WORKER_SECONDS = 30.0
+"""A worker counts as lost if it owes an answer and sends nothing for this time."""
+CONNECT_SECONDS = 5.0
+"""Time for a machine to accept a connection."""
+
+
+def check_worker(address: str) -> str:
+    """Return the address of a worker or a fleet. Raise ConfigError if it cannot be one."""
+    if not is_fleet(address) or address_hint(address):
+        check_address(address, has_keys=True)  # whether keys are needed is checked with the keys
+    return address
+
+
+def patience(timeout: float) -> float:
+    """Return the seconds after which a client with this timeout gives up: it counts five quarters of the timeout."""
+    return timeout * 5 / 4
+
+
+def contact(address: str, timeout: float) -> None:
+    """Say how long a client with this timeout waits for a worker, and raise ConfigError if no process listens."""
+    check_socket(address)
+    tell(f"connecting to {address}, for up to {patience(timeout):.0f} s ...")
+    if is_fleet(address):
+        return
+    transport, _, place = address.partition("://")
+    try:
+        (_connect_tcp if transport == "tcp" else _connect_ipc)(place)
+    except OSError as error:
+        raise ConfigError(
+            f"address: no worker listens at {address} ({error.strerror or error}); start one with `trueroll serve "
+            "MODEL`, which prints its address"
+        ) from None
+
+
+def _connect_tcp(place: str) -> None:
+    host, _, port = place.rpartition(":")
+    if port.isdecimal():  # the client names other faults of the address
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+
+
+def _connect_ipc(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CONNECT_SECONDS)
+        probe.connect(path)
