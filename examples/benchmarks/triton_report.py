@@ -1,9 +1,9 @@
 """Report which resources the compiled Triton kernels use: `python examples/benchmarks/triton_report.py [--json | ...]`.
 
-The report needs no GPU. It calls every op that has Triton kernels, on tensors without memory, and records the launches.
-The calls have the sizes of several models and many numbers of rows. Then the report compiles the recorded launches for
-three generations of GPUs and prints the resources that the launches use. With an option, the report prints times for
-the layers of one model instead, as estimated by `triton_model` for an H100.
+The report needs no GPU. The report calls every op that has Triton kernels, on tensors without memory, and records the
+launches. The calls have the sizes of several models and many numbers of rows. Then the report compiles the recorded
+launches for three generations of GPUs and prints the resources that the launches use. With an option, the report prints
+times for the layers of one model instead, as estimated by `triton_model` for an H100.
 """
 
 from __future__ import annotations

@@ -272,8 +272,9 @@ GATED = layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_g
 
 @dataclass(frozen=True)
 class HybridStep:
-    """Alternating delta nets and attentions, and rows for them as in `Step`. Two sequences begin. The other sequences
-    continue from different states, and one of these leaves the slot that it reads unchanged.
+    """Layers that alternate between delta nets and attention, with rows of several sequences as in `Step`. Two
+    sequences begin. The other sequences continue from different states, and one of these leaves the slot that it reads
+    unchanged.
     """
 
     step: Step
