@@ -1,12 +1,12 @@
-"""The list of packages, and the build of the native kernels. Everything else is in pyproject.toml.
+"""List the packages and build the native kernels. All other settings are in pyproject.toml.
 
-A folder with an `__init__.py`, inside a folder that pyproject.toml maps to a package, is a package of trueroll. Every
-file of kernels/cpu/native belongs to the native library.
+pyproject.toml maps some folders to packages. Every folder with an `__init__.py` inside these folders is a package of
+trueroll. Every file of kernels/cpu/native belongs to the native library.
 
-`TRUEROLL_NATIVE=0` leaves the library out on purpose. Otherwise a failed compilation fails the installation. Without
-the library the much slower reference kernels would serve, although the user did not ask for them. pybind11 is used only
-for `ParallelCompile`, which compiles several files at a time. Object files are kept in build, and a later installation
-compiles only the files that changed.
+`TRUEROLL_NATIVE=0` installs trueroll without the library. Otherwise a failed compilation fails the installation. An
+installation without the library would silently use the much slower reference kernels. pybind11 is used only for
+`ParallelCompile`, which compiles several files at a time. Object files are kept in build, and a later installation
+compiles only changed files.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ WAY_OUT = (
 
 
 def packages() -> Iterator[str]:
-    """Yield the names of all packages. `rollout/trueroll` is not a part of the package in `rollout`."""
+    """Yield the names of all packages. `rollout/trueroll` is not a subpackage of `trueroll.rollout`."""
     folders = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     for package, folder in folders.items():
         yield package
@@ -46,7 +46,7 @@ class BuildNative(build_ext):
         if wanted == "0":
             self.extensions = []
             for library in Path(__file__).parent.glob("kernels/cpu/_native*.so"):
-                library.unlink()  # from an earlier installation from this folder
+                library.unlink()  # built by an earlier installation from this folder
         for extension in self.extensions:
             extension.sources = _native_files("*.cpp")
             extension.depends = _native_files("*.h")

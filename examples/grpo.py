@@ -1,18 +1,18 @@
 """A complete GRPO trainer: `python examples/grpo.py --out FOLDER`. `--help` lists the options.
 
 SmolLM2-135M learns to complete questions that end in a sum, such as `4 - 9 =`, with the number alone. At each step a
-worker samples a group of answers to each of a few tasks of reasoning-gym. The trainer scores the answers, takes one
-step on PPO's clipped objective with advantages relative to the group, and pushes its weights. Each step prints the
-largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned` selects the plain forward
-pass.
+worker samples a group of answers for each of several reasoning-gym tasks. The trainer scores the answers and computes
+advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer pushes the new
+weights. Each step prints the largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned`
+selects the plain forward pass.
 
-`--workers 2` serves with two workers on Ray (pip install 'trueroll[ray]'). The metrics stay the same.
+`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics are the same as with one worker.
 
-`--staleness 1` generates the next batch while the trainer computes. Each token has the version of the weights that
-sampled it, and its importance ratio is relative to the log-prob it was sampled with. Ratios are truncated. Where
-ratios can differ from 1 (`--staleness 1` or `--unaligned`), each step also prints how far trainer and rollout are
-apart. Without `--staleness 1` a run is reproducible to the bit, even if the worker is killed, or if the trainer is
-killed and continues with `--resume`.
+`--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. A
+token's importance ratio is relative to the log-prob at sampling time. Ratios are truncated. With `--staleness 1` or
+`--unaligned`, ratios can differ from 1, and each step also prints the difference between trainer and rollout. Without
+`--staleness 1`, a run is reproducible to the bit. A killed worker does not change the run, and neither does a killed
+trainer that is continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # busy-waiting threads would slow down a worker on the same cores
 
 import numpy as np
 import reasoning_gym
@@ -73,17 +73,17 @@ LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 CLIP = 0.2
 CAP = 2.0  # upper limit of importance ratios
 CHUNK = 64  # samples per forward pass
-WORKER_TIMEOUT = 15.0  # seconds without a sign of life from the worker
+WORKER_TIMEOUT = 15.0  # seconds without any message from the worker
 
 disable_progress_bar()  # of loading the weights
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with its answer.
+    """A prompt and the answer that the policy sampled.
 
-    `ids`: int64 [num_tokens]. `is_own`: bool [num_tokens], True for tokens that the policy sampled. `log_probs`
-    float32 and `versions` int64 (of the weights) have one entry per sampled token.
+    `ids`: int64 [num_tokens]. `is_own`: bool [num_tokens], True for tokens that the policy sampled. `log_probs`:
+    float32, one entry per sampled token. `versions`: int64, the weight version of each sampled token.
     """
 
     ids: torch.Tensor
@@ -95,7 +95,7 @@ class Sample:
 
 
 def relative(rewards: list[float]) -> list[float]:
-    """Return the advantage of each reward over its group."""
+    """Return the advantage of each reward relative to its group."""
     group = torch.tensor(rewards)
     return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
 
@@ -138,7 +138,9 @@ class Tasks:
 
 
 class Trainer:
-    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: steps taken so far."""
+    """A model with its optimizer. The weights are float32, and the model computes in bfloat16. `version`: number of
+    steps so far.
+    """
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
@@ -216,7 +218,8 @@ class Trainer:
             log_probs = self.log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
         advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
-        # PPO's ratio, truncated: the weight is a constant. The other factor equals 1 and carries the gradient.
+        # PPO's ratio, truncated. `truncated_weights` is a constant for autograd. The other factor equals 1 and has the
+        # ratio's gradient.
         ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
         (losses.sum() * self.num_ranks).backward()  # FSDP averages the gradients of the ranks
@@ -234,7 +237,9 @@ class Trainer:
 
 
 class AdapterTrainer(Trainer):
-    """Trains a LoRA adapter and pushes only the adapter. The worker merges it with the checkpoint it has loaded."""
+    """Trains a LoRA adapter and pushes only the adapter. The worker merges the adapter with the checkpoint that the
+    worker loaded.
+    """
 
     learning_rate, pushes_adapters = LORA_LEARNING_RATE, True
 
@@ -243,13 +248,13 @@ class AdapterTrainer(Trainer):
         super().__init__(*arguments)
 
     def _adapt(self) -> None:
-        torch.manual_seed(0)  # for the matrices A; B starts with zeros
+        torch.manual_seed(0)  # the matrices A start with random values, the matrices B with zeros
         config = LoraConfig(r=self.lora, lora_alpha=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, config)
 
 
 def gathered(state: Any) -> Any:
-    """Return a state in which sharded tensors are replaced by whole ones."""
+    """Return a copy of a state with whole tensors instead of sharded tensors."""
     if isinstance(state, dict):
         return {name: gathered(part) for name, part in state.items()}
     return state.full_tensor() if isinstance(state, DTensor) else state
@@ -261,7 +266,7 @@ def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedTrainer(Trainer):
-    """A trainer on each of several ranks. `follow` repeats the calls of rank 0 on the other ranks."""
+    """A trainer that runs on several ranks. On each rank other than 0, `follow` repeats the calls of rank 0."""
 
     def __init__(self, *arguments: Any) -> None:
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
@@ -270,13 +275,13 @@ class ShardedTrainer(Trainer):
 
     def follow(self) -> None:
         """Repeat the calls of rank 0 until rank 0 closes."""
-        publisher = WeightPublisher("shared")  # without workers: only rank 0 is connected to them
+        publisher = WeightPublisher("shared")  # pushes to no worker, because only rank 0 is connected to workers
         while (call := self._share(None))[0] != "close":
             name, *arguments = call
             try:
                 getattr(self, name)(*([publisher] if name == "push" else arguments))
             except PushError:
-                pass  # rank 0 gets the same error and handles it
+                pass  # the same error occurs on rank 0, which handles it
 
     def close(self) -> None:
         """Stop the other ranks."""
@@ -323,7 +328,7 @@ class ShardedTrainer(Trainer):
             fully_shard(module, mp_policy=policy)
 
     def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of all ranks in the order of the samples, which are dealt to the ranks in turn."""
+        """Return the tensors of all ranks in the order of the samples. Samples are assigned to the ranks in turn."""
         parts: list[Any] = [None] * self.num_ranks
         distributed.all_gather_object(parts, own)
         return [part for of_each in zip(*parts, strict=True) for part in of_each]
@@ -333,7 +338,7 @@ class ShardedTrainer(Trainer):
 
 
 def join_ranks(meeting: str, rank: int, num_ranks: int) -> None:
-    """Join the process group. `meeting`: path of a file that only these ranks know."""
+    """Join the process group. `meeting`: path of the file through which the ranks find each other."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
 
 
@@ -345,7 +350,9 @@ def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
 
 
 def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
-    """Start all ranks and return the trainer of rank 0. The other ranks end with `resources` or with this process."""
+    """Start all ranks and return the trainer of rank 0. The other ranks exit when `resources` closes or this process
+    ends.
+    """
     meeting = resources.enter_context(tempfile.TemporaryDirectory()) + "/ranks"
     context = multiprocessing.get_context("spawn")
     for rank in range(1, num_ranks):
@@ -360,10 +367,9 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 
 
 class Rollouts:
-    """Owns the worker process, or a fleet of `num_workers`, which serves the weights of `trainer`, and the connections.
-
-    A dead worker is replaced. Its successor gives the same samples, because a sample depends only on weights, prompt
-    and seed. A fleet replaces its own workers.
+    """Owns a worker process, or a fleet of `num_workers`, that serves the weights of `trainer`. Also owns the
+    connections. A dead worker is replaced. A fleet replaces its own workers. The new worker gives the same samples,
+    because a sample depends only on weights, prompt and seed.
     """
 
     max_model_len = 256
@@ -381,7 +387,9 @@ class Rollouts:
         self.pending = self.background.submit(self._generate, step)
 
     def finish(self, step: int) -> list[Any]:
-        """Return the samples of `step`, one group per prompt. Generates them if `start` did not, or failed."""
+        """Return the samples of `step`, one group per prompt. Generate the samples now if `start` was not called or the
+        background generation failed.
+        """
         pending, self.pending = self.pending, None
         try:
             if pending is not None:
@@ -447,11 +455,13 @@ PANELS = {
     "response_length": "mean answer, tokens",
     "mismatch": "largest |rollout log-prob - trainer log-prob|",
 }
-"""The panels of the plot: a column of the metrics, and its title."""
+"""The panels of the plot: for each, a column of the metrics and a title."""
 
 
 class Record:
-    """The folder of a run. After a kill at any moment it holds a complete checkpoint and the metrics up to it."""
+    """The folder of a run. Even after a kill, the folder holds a complete checkpoint and the metrics up to that
+    checkpoint.
+    """
 
     def __init__(self, folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -467,7 +477,9 @@ class Record:
             return
         settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
         if settings != self.settings:
-            raise typer.BadParameter(f"--resume: the run was started with {settings}, found {self.settings}")
+            raise typer.BadParameter(
+                f"--resume: the run was started with {settings}, but the options now are {self.settings}"
+            )
         self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))

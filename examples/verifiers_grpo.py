@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # busy-waiting threads would slow down a worker on the same cores
 
 import torch
 import verifiers.v1 as vf
@@ -34,7 +34,7 @@ RUN_SEED, GROUP, TEMPERATURE, MAX_TOKENS = 1, 4, 1.0, 24
 
 
 class Question(vf.Task[vf.TaskData]):
-    """A question. Its reward is the share of letters in the answer; replace it with your reward."""
+    """A question. The reward is the share of letters in the answer. Replace it with your reward."""
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:
@@ -48,7 +48,7 @@ class Questions(vf.Taskset[Question, vf.TasksetConfig]):
 
 
 class OneTurn(vf.Harness[vf.HarnessConfig]):
-    """Sends the question in one request, in this process. verifiers has harnesses for agents and tools, too."""
+    """Sends the question in one request, in this process. verifiers also has harnesses for agents and tools."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -68,8 +68,8 @@ def make_environment() -> vf.SingleAgentEnv:
 def context(model: str, url: str, folder: str, seed: int) -> vf.ModelContext:
     """Return the model, the client and the sampling parameters of one episode.
 
-    The prompt is rendered by the chat template in `folder`. Each episode has its own seed: with the same seed, the
-    episodes of a group would be the same.
+    The prompt is rendered by the chat template in `folder`. Each episode has its own seed. With one shared seed, all
+    episodes of a group would be equal.
     """
     client = vf.TrainClientConfig(
         base_url=f"{url}/v1",
@@ -82,7 +82,9 @@ def context(model: str, url: str, folder: str, seed: int) -> vf.ModelContext:
 
 
 async def run_episodes(env: vf.SingleAgentEnv, url: str, folder: str, step: int) -> list[vf.Trace]:
-    """Run a group of episodes for each task concurrently. Return their traces, the traces of a group in a row."""
+    """Run a group of episodes for each task, all concurrently. Return the traces of the episodes, with the traces of a
+    group next to each other.
+    """
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key=os.environ.get(KEY, "none")) as front:
         model = (await front.models.list()).data[0].id
     slots = [slot for task in env.taskset for slot in env.slots(task, GROUP)]

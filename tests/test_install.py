@@ -1,6 +1,5 @@
-"""The output of make during an installation: a line per stage, progress on a terminal, and the log's place on failure.
-
-A script stands in for the Python of the virtual environment, and so for pip.
+"""The output of make during an installation: a line per stage, progress on a terminal, and the path of the log after a
+failure. A script replaces the Python of the virtual environment, and therefore also pip.
 """
 
 from __future__ import annotations

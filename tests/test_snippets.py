@@ -1,4 +1,6 @@
-"""Every Python and shell block of the README and of the guides runs on SmolLM2, or says why it cannot."""
+"""Every Python and shell block of the README and of the guides runs on SmolLM2, or has a comment with the reason why it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ def refuse(example: Example) -> None:
 
 
 def blocks(page: Path) -> list[Example]:
-    """Return the blocks of a page, and the comments that skip some of them, in order."""
+    """Return the blocks of a page, and the comments that skip blocks, in order."""
     parsers = PythonCodeBlockParser(), CodeBlockParser("sh", refuse), SkipParser()
     return [*Document.parse(str(page), *parsers).examples()]
 
 
 @contextmanager
 def given_for(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the names that the blocks of a page take as given; `url`: the front end in place of the page's."""
+    """Yield the variables that the blocks of a page expect to exist. `url`: the front end that replaces the page's."""
     if name not in ("clients", "http"):
         yield {}
         return

@@ -1,16 +1,15 @@
-"""trueroll next to vLLM on a CPU: `python examples/benchmarks/vllm_report.py [FOLDER [MODEL [DTYPE]]]`.
+"""Compare trueroll with vLLM on a CPU: `python examples/benchmarks/vllm_report.py [FOLDER [MODEL [DTYPE]]]`.
 
-Installs vLLM's CPU build into an environment of its own in FOLDER, build/vllm by default, unless it is already there.
-The build needs torch's CPU build. If pip's index does not have it, set
+Installs vLLM's CPU build into a separate virtual environment in FOLDER, by default build/vllm. An existing environment
+is reused. The build needs torch's CPU build. If pip's index does not have that torch build, set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
-Then runs the workloads of `trueroll bench` with a worker and its client, and with vLLM's `LLM`, in turn, in several
-rounds. Both have all cores, the same prompts, dtype and number of new tokens, an empty prefix cache at the start of
-each run, and otherwise their own defaults. vLLM gets tcmalloc, which it recommends, if libtcmalloc-minimal4 is
-installed on the system. Both return the log-prob of each token and no text. The table has medians and ranges in
-generated tokens per second. The ratio is that of the medians.
-
-Run it while nothing else runs on the machine.
+Then the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with vLLM's `LLM`.
+Both systems have all cores, the same prompts, dtype and number of new tokens, and an empty prefix cache at the start of
+each run. All other settings are each system's defaults. vLLM gets tcmalloc, which it recommends, if
+libtcmalloc-minimal4 is installed on the system. Both systems return the log-prob of each token and no text. The table
+has medians and ranges in generated tokens per second. The ratio is computed from the medians. Run the report on an
+otherwise idle machine.
 """
 
 import json
@@ -32,7 +31,7 @@ from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
 VERSION = "0.32.0"
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
-"""Packages for sound and images, which these workloads do not need."""
+"""Packages for audio and images, which these workloads do not need."""
 SIDE = Path(__file__).with_name("vllm_side.py")
 MEASURED = [workload for group in WORKLOADS.values() for workload in group]
 ROUNDS = 5
@@ -57,7 +56,9 @@ def install(folder: Path) -> str:
 
 
 def recommended(python: Path) -> list[str]:
-    """Return the libraries that vLLM recommends for LD_PRELOAD: its environment's OpenMP, and tcmalloc if present."""
+    """Return the libraries that vLLM recommends for LD_PRELOAD: OpenMP from vLLM's environment, and tcmalloc if
+    installed.
+    """
     openmp, tcmalloc = python.parents[1].glob("lib/libiomp5.so"), Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")
     return [str(library) for library in (*openmp, *tcmalloc)]
 
@@ -108,7 +109,7 @@ def trueroll(client: RolloutClient, vocab_size: int) -> System:
 
 
 def compare(systems: dict[str, System]) -> Table:
-    """Run all workloads once uncounted, then in rounds, each with both systems in turn. Return the table."""
+    """Run all workloads once as a warm-up, then in rounds with both systems alternating. Return the table."""
     table = Table("workload", *(f"{name}: tokens/s" for name in systems), "ratio")
     for workload in MEASURED:
         rates: dict[str, list[float]] = {name: [] for name in systems}

@@ -1,4 +1,4 @@
-"""The cells of `examples/grpo.ipynb` run on a tiny model, and its stored outputs are those of a run that learned."""
+"""The cells of `examples/grpo.ipynb` run on a tiny model, and the stored outputs come from a run that learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report on vLLM runs on a tiny model, with a stand-in of vLLM that answers at once."""
+"""The vLLM report runs on a tiny model, with a fake vLLM that answers at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`audit` finds planted differences between a trainer and a worker, names them, and says what to change."""
+"""`audit` finds planted differences between a trainer and a worker, names each cause, and says what to change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(model: Any, client: RolloutClient, **options: Any) -> Audit:
 
 
 def the_cause(found: Audit, name: str) -> str:
-    """Return the text of the cause `name`. It must be the only cause, and log-probs must differ."""
+    """Return the text of the cause `name`. Check that there is no other cause, and that log-probs differ."""
     assert [cause.name for cause in found.causes] == [name], str(found)
     assert 0 < found.num_different <= found.num_tokens == 72 and found.largest > 0 and found.place is not None
     assert f"- {name}: {found.causes[0].text}" in str(found)
@@ -85,7 +85,7 @@ def test_an_unaligned_model_is_found(model: Any, client: RolloutClient) -> None:
 
 
 def test_the_dtype_of_an_unaligned_model_includes_its_own_autocast(model: Any, client: RolloutClient) -> None:
-    """accelerate puts an autocast into the model's own forward pass."""
+    """accelerate adds an autocast to the model's own forward pass."""
     unalign(model)
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
@@ -172,7 +172,7 @@ def test_the_command_draws_the_differences_of_both_trainers(
 
 
 def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:
-    """Weights are compared nevertheless."""
+    """The audit still compares the weights."""
     text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
     assert text.startswith("a DataParallel wraps the aligned model") and "compute them with token_log_probs" in text
 
@@ -212,7 +212,9 @@ def test_nan_is_the_largest_difference(model: Any, client: RolloutClient) -> Non
 
 
 def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None) -> None:
-    """An older version shows in its number and in its tensors. An adapter that was not pushed shows in the tensors."""
+    """The audit detects an older version by its number and by its tensors. An adapter that was not pushed is detected
+    by the tensors.
+    """
     model = adapt(folder, target_modules=["q_proj"])
     align(model)
     with (

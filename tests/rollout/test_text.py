@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, and the limits on what a model's folder or a worker can make a client do."""
+"""Conversion between text and token ids. Limits on what a model's folder or a worker can make a client do."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def outcome_of(load: Callable[[], Any]) -> Any:
 
 
 def imported_for(model: Path, call: str, *modules: str) -> str:
-    """Print which modules a new process has imported after a call of a TextModel."""
+    """Return which of `modules` a new process has imported after a call of a TextModel."""
     load = f"from trueroll.rollout.text import TextModel; TextModel({str(model)!r}){call}"
     look = f"import sys; print(*sorted({set(modules)} & sys.modules.keys()))"
     return subprocess.run(
@@ -100,7 +100,7 @@ def imported_for(model: Path, call: str, *modules: str) -> str:
 
 
 def test_a_tokenizer_is_loaded_without_torchs_compiler(folder: Path) -> None:
-    """The model classes of transformers would import it: seconds, and 150 MB, in each front end."""
+    """The model classes of transformers would import torch's compiler, which takes seconds and 150 MB."""
     change(folder, "config", model_type="qwen2")  # a tokenizer that transformers builds by a class of its own
     assert imported_for(folder, "", "torch._dynamo", "transformers") == "transformers"
 
@@ -170,7 +170,7 @@ def test_a_tokenizer_with_settings_of_effect_is_left_to_transformers(folder: Pat
 
 def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """Like the exception that the tokenizers library raises."""
+        """An exception like the one that the tokenizers library raises."""
 
     def panic(*_: Any) -> str:
         raise Panic("slice index out of range")
@@ -182,7 +182,7 @@ def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
-    """Also with a tokenizer that overrides decoding, which the Rust library does not know about."""
+    """One of the tokenizers overrides decoding in Python, which the Rust library does not know about."""
     tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)
     for skips in (True, False):
         for length in range(200):
@@ -274,7 +274,7 @@ def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
 
 
 def test_a_child_gets_values_of_any_kind_unchanged(folder: Path) -> None:
-    """Integers of any size arrive; text that cannot be encoded is an error."""
+    """Integers of any size arrive unchanged. Text that cannot be encoded is an error."""
     model = with_template(
         folder, "{{ messages[0].many }} {{ messages[0].few }} {{ messages[0].share }} {{ messages[0].word }}"
     )
@@ -364,7 +364,7 @@ def test_a_decoder_that_doubles_a_letter_30_times_is_refused(folder: Path) -> No
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")
 
 
-@pytest.mark.timeout(60)  # opening a FIFO blocks until there is a writer
+@pytest.mark.timeout(60)  # opening a FIFO blocks until a writer opens it
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_tokenizer_reads_regular_files_only(folder: Path, file: str, kind: str) -> None:
@@ -418,7 +418,9 @@ def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
 
 @pytest.fixture
 def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Make `print_completions` meet a worker that says it serves a model. Sending prompts or asking the hub fails."""
+    """Connect `print_completions` to a fake worker that claims to serve a model. Sending prompts or accessing the hub
+    fails.
+    """
 
     def serve(model: Any) -> None:
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))

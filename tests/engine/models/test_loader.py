@@ -24,7 +24,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _destinations(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return destinations filled with NaN; q and k are views of one fused tensor."""
+    """Return destination tensors filled with NaN. q and k are views of one fused tensor."""
     embed, fused, norm = (torch.full(shape, torch.nan, dtype=dtype) for shape in ((7, 4), (6, 4), (4,)))
     return {"embed": embed, "q": fused[:4], "k": fused[4:], "norm": norm}
 

@@ -1,4 +1,4 @@
-"""The embedded model: its folder is converted once and is complete or absent, and the model answers."""
+"""The embedded model: its folder is converted once, the folder is always complete or absent, and the model answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_weights_do_not_depend_on_the_versions_of_converters(smollm2: Path) 
 
 
 def test_the_conversion_prints_nothing(smollm2: Path, tmp_path: Path) -> None:
-    """The output of the fixture's conversion is checked, if this run converted the model."""
+    """If this run converted the model, the output of that conversion is checked."""
     folder = smollm2.parent
     if not (folder / CONVERSION_LOG).exists():
         folder = tmp_path
@@ -102,7 +102,7 @@ def _write_config(folder: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with a stand-in for the model in it, made under a umask that lets the group write."""
+    """A cache folder with a fake model, created under a umask that lets the group write."""
     monkeypatch.setattr(module, "_convert", _write_config)
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "cache"))
     before = os.umask(0o002)
@@ -138,7 +138,7 @@ def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch:
 def test_a_link_of_another_user_is_refused(
     cache: Path, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of a link could redirect it."""
+    """The owner of a symbolic link could redirect the link later."""
     path = cache / part
     path.rename(tmp_path / "mine")
     path.symlink_to(tmp_path / "mine")

@@ -102,7 +102,7 @@ def test_a_conversation_continues_with_the_sampled_tokens_and_hits_the_cache(
     assert len(turns) == 3
     for (prompt, completion, _), (later, _, _) in zip(turns, turns[1:], strict=False):
         assert later[: len(prompt) + len(completion)] == prompt + completion
-    # Only whole blocks are cached. The last token of an answer was never an input, so it is not cached.
+    # Only whole blocks are cached. The last token of an answer was never an input, so that token is not cached.
     assert hits == sum((len(prompt) + len(completion) - 1) // BLOCK * BLOCK for prompt, completion, _ in turns[:-1])
     assert_same_bits(turns, client)
 

@@ -1,4 +1,4 @@
-"""The page at `/ui` in a headless Chromium: content, any text of a model, any width, and use by keyboard."""
+"""The page at `/ui` in a headless Chromium: content, arbitrary model output, any window width, and keyboard control."""
 
 # pyright: reportMissingImports=false
 
@@ -45,7 +45,7 @@ def log() -> SampleLog:
 
 @pytest.fixture(scope="module")
 def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
-    """A front end with a key. It adds its answers to `log`."""
+    """A front end with an access key. The front end adds its answers to `log`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "SampleLog", lambda: log)
         with front_end(worker.address, key="the-secret-key", model_name="tiny") as running:
@@ -55,7 +55,7 @@ def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert CHROMIUM.is_file(), f"no Chromium at {CHROMIUM}; run {sys.executable} .ci/chromium.py"
-    options = ["--no-sandbox", "--no-zygote", "--in-process-gpu"]  # a sandbox needs rights that containers lack
+    options = ["--no-sandbox", "--no-zygote", "--in-process-gpu"]  # the sandbox needs privileges that containers lack
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=options, timeout=MOST_MS)
         yield found
@@ -81,7 +81,10 @@ def open_page(
 
 @pytest.fixture
 def page(browser: Browser, front: Front) -> Iterator[Page]:
-    """The page at desktop width, with the key. It must have no errors and must not execute injected code."""
+    """The page at desktop width, opened with the key.
+
+    The page must have no errors and must not execute injected code.
+    """
     page, complaints = open_page(browser, front, front.key)
     yield page
     assert complaints == [] and page.evaluate("window.harmed") is None
@@ -91,7 +94,9 @@ def page(browser: Browser, front: Front) -> Iterator[Page]:
 def add(
     log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", message: str | None = None, **fields: Any
 ) -> None:
-    """Log a group as if it had been answered: one token per byte, with probabilities that fall with the position."""
+    """Log a group as if the front end had answered it: one token per byte, with probabilities that decrease with the
+    position.
+    """
     tokens = ids(text)
     logprobs = -np.linspace(0, 9, len(tokens), dtype=np.float32)
     told: dict[str, Any] = dict(finish_reason="length", seed=2**64 - 1, num_cached_tokens=0) | fields
@@ -281,7 +286,7 @@ CONTRASTS = """() => {
   const shown = (element) => element.checkVisibility() && hasText(element);
   return [...document.body.querySelectorAll("*")].filter(shown).map(contrast);
 }"""
-"""For each element with text: the contrast of the text with its background as WCAG defines it, and the element."""
+"""JavaScript that returns, for each element with text, the WCAG contrast of text and background, and the element."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,4 +1,4 @@
-"""verl's PPO main with a critic and `rollout.name=trueroll` on a CPU, with the settings of docs/verl.md."""
+"""verl's PPO with a critic and `rollout.name=trueroll` on a CPU, with the settings of docs/verl.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from .running import PROMPTS, ROUNDING, SAMPLES, Run, make_inputs, run_main
 
 STEPS = 2
-# A critic takes the place of a group's mean: each prompt gets one sample.
+# The critic replaces the group's mean as baseline, so each prompt gets one sample.
 PPO = f"""
 algorithm.adv_estimator=gae
 algorithm.lam=0.95

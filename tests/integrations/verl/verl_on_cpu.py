@@ -1,8 +1,8 @@
 """Makes verl run on a CPU: set `VERL_USE_EXTERNAL_MODULES=verl_on_cpu` and `VERL_PLATFORM=cpu`.
 
-verl has no platform for a CPU, and loads a critic only with flash attention, which needs a GPU. A GPU needs nothing of
-this module, and the module does not affect the rollout. It also hides TRL from verl: verl would import a class that TRL
-1.16, the release in these tests' environment, no longer has.
+verl has no platform for a CPU, and loads a critic only with flash attention, which needs a GPU. On a GPU this module is
+not needed. The module does not affect the rollout. The module also hides TRL from verl, because verl would import a
+class that TRL no longer has. The tests' environment has TRL 1.16.
 """
 
 # pyright: reportMissingImports=false
@@ -56,7 +56,7 @@ MODULE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """A platform with one device. Ray counts a GPU for it that does not exist."""
+    """A platform with one device. Ray counts one fake GPU for this device."""
 
     device_name = "cpu"
     vendor_name = "none"

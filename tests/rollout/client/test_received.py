@@ -1,4 +1,6 @@
-"""Deltas of a sample as they are taken. Together they equal the sample, even if parts come twice, late or again."""
+"""Deltas of a sample, as a client joins them. The joined deltas equal the sample, even if parts arrive twice, late, or
+after a restart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a fleet, with any content: the configuration, the members, and the note of a push."""
+"""The files of a fleet, with arbitrary content: the configuration, the members, and the record of a push."""
 
 from __future__ import annotations
 

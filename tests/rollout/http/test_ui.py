@@ -1,4 +1,5 @@
-"""The page at `/ui`: access to its data, the kept groups, and the comparison of bits when samples are scored again.
+"""The page at `/ui`: access to the page's data, the kept groups, and the bitwise comparison when samples are scored
+again.
 
 tests/integrations/ui tests the page in a browser.
 """
@@ -70,7 +71,7 @@ def test_the_page_may_load_and_run_its_own_files_alone(front: Front) -> None:
 
 
 def test_the_root_leads_to_the_page(worker: WorkerProcess) -> None:
-    """Without a key, and to this server whatever `Host` names."""
+    """The redirect needs no key, and points to this server whatever `Host` names."""
     with front_end(worker.address, key="secret") as front:
         response = httpx2.get(f"{front.url}/", headers={"Host": "elsewhere.example"})
         assert response.status_code == 307 and response.headers["Location"] == "/ui"
@@ -101,7 +102,7 @@ def test_a_conversation_is_listed_by_its_last_user_message(
 
 
 def test_answers_are_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
-    """Checked for a whole answer, a stream, and `/inference/v1/generate`."""
+    """Covers a whole answer, a stream, and `/inference/v1/generate`."""
     salted = {"cache_salt": "between us", "n": 2, "max_tokens": 6, "seed": 2**63 + 1, "temperature": 0.8}
     fields = salted | {"prompt": PROMPT, "logprobs": 0, "stop": ["never"]}
     [group] = client.generate([PROMPT], SamplingParams(n=2, max_tokens=6, temperature=0.8), seed=2**63 + 1)
@@ -183,7 +184,7 @@ def test_other_weights_give_other_bits_and_say_which(front: Front, worker: Worke
 
 
 def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the text is, and wherever a part begins, even within a character."""
+    """The parts fit together for any text, and for parts that begin anywhere, even within a character."""
     text = "<img src=x onerror=alert(1)>\u202eתודה\x00\x1b[31m 🙂🙂 e\u0301"
     monkeypatch.setattr(pages, "MOST_TOKENS", 5)
     front.post("/v1/completions", {"prompt": text, "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""Translation of verl's settings. Stand-ins replace verl's configuration sections, so verl is not needed."""
+"""Translation of verl's settings. Fake configuration sections replace verl's, so verl need not be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pushes of LoRA adapters. A worker serves the weights that the trainer computes with, to the bit."""
+"""Pushes of LoRA adapters: the worker serves exactly the weights, to the bit, that the trainer computes with."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_transport_brings_adapters(
 
 
 def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
-    """For example, the adapter of a gate with a single row, if all linear modules have one."""
+    """An example is the adapter of a gate with a single row, if all linear modules have adapters."""
     folder, address = make_tiny_model("qwen3_5_moe", tmp_path / "model"), f"ipc://{tmp_path}/worker"
     model = adapt(folder, target_modules="all-linear", r=16)
     gate = model.get_base_model().model.layers[0].mlp.shared_expert_gate
@@ -113,7 +113,7 @@ def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
 
 
 def test_each_push_adds_to_the_weights_before_adapters(llama: tuple[Engine, str], folders: Any) -> None:
-    """The adapters move to other modules and back. A weight without its adapter is as before."""
+    """The adapters move to other modules and back. A weight without an adapter has its base value."""
     (engine, address), first = llama, dense(llama[0])
     configs: tuple[dict[str, Any], ...] = (
         dict(target_modules=["q_proj"]),
@@ -194,7 +194,9 @@ def test_only_weights_with_adapters_take_more_memory(llama: tuple[Engine, str], 
 
 
 def test_restarted_workers_get_adapters_again(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With `restore`, which brings the weights too, and with the folders of the last push and its base."""
+    """A restarted worker gets the adapters from `restore`, which also pushes the base weights, or from the folders of
+    the last push and its base.
+    """
     address, pushes, model = f"ipc://{tmp_path}/worker", tmp_path / "pushes", adapt(folders["llama"])
     with publishing(address, "shared") as to, publishing(address, "disk", folder=pushes) as by_disk:
         with serving(folders["llama"], address, dtype="bfloat16"):

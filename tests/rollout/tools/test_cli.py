@@ -1,4 +1,6 @@
-"""The command line from the user's side: help, one line for each error, exit codes, a worker run from a shell."""
+"""The command line as a user sees it: help, one line for each error, exit codes, and a worker that is started from a
+shell.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from outside can neither control a terminal nor forge a log line."""
+"""Untrusted text can neither control a terminal nor forge a log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands say while they work: on stderr, and in plain lines where there is no terminal."""
+"""The progress that commands print: on stderr, and in plain lines without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trueroll top`: the content of its view, and how it exits, from the command line and on a terminal."""
+"""`trueroll top`: the content of the view, and how the command exits, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PUSH = protocol.PushProgress(
 
 @pytest.fixture
 def process() -> Iterator[WorkerProcess]:
-    """A worker process with the fake engine. It has finished one group of two samples."""
+    """A worker process with the fake engine, after one finished group of two samples."""
     with fake_process() as process:
         with RolloutClient(process.address) as client:
             check_group(client.generate([[1]], SamplingParams(n=2, max_tokens=5))[0], 2)
@@ -80,7 +80,7 @@ def look(
 
 
 def rows(before: Look, now: Look) -> dict[str, str]:
-    """Return the view as text: the name of each row and the rest of its line."""
+    """Return the view as text: the name of each row, and the text after the name."""
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
     console.print(view(before, now))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
@@ -255,7 +255,7 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
 
 
 def _drain(terminal: int) -> None:
-    """Read until the other side closes, which Linux reports as an error."""
+    """Read until the other side of the terminal closes, which Linux reports as an error."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass

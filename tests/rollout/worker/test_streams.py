@@ -1,4 +1,4 @@
-"""Streams of growing samples: the deltas of each reader, and the cost of a reader that does not read."""
+"""Streams of growing samples: the deltas that each reader gets, and the cost of a reader that does not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
 
 
 class Sockets:
-    """Receives the messages of connections that read. `told`: the tokens of each sample, by reader."""
+    """Receives the messages of connections that read. `told`: the tokens of each sample that a reader has received, by
+    reader.
+    """
 
     def __init__(self) -> None:
         self.streams = Streams(self._send, lambda identity: identity not in self.blocked)
