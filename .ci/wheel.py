@@ -1,6 +1,6 @@
 """Build the packages of a release: the source archive, and a wheel for Linux on x86_64, in dist.
 
-The library of the native kernels contains the C++ standard library, so the wheel needs nothing of the system but glibc.
+The library of the native kernels contains the C++ standard library, so the wheel needs only glibc and libgcc_s.
 auditwheel finds the oldest glibc with which the wheel works and writes it into the wheel's name. Run by `make wheel`.
 """
 
@@ -17,8 +17,9 @@ from install import run
 DIST = Path("dist")
 WORK = Path("build/wheel")
 BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-# The last option hides the standard library inside: no other library of the process may use it.
-LINK = "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL"
+# The last two options hide the standard library from other libraries of the process, and drop the parts of it that the
+# kernels do not use, some of which need a newer glibc.
+LINK = "-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections"
 
 
 def build() -> bool:

@@ -23,16 +23,17 @@ SOURCE_BUILD = Path(library.__file__).with_name("_native.so")
 DRIVER = ROOT / "tests/kernels/cpu/native/driver.cpp"
 NOWHERE = "/nowhere"
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "make")
-WITHOUT_COMPILER = os.environ | {"PATH": NOWHERE, "CC": f"{NOWHERE}/cc", "CXX": f"{NOWHERE}/c++"}
+WITHOUT_COMPILER = os.environ | {"PATH": NOWHERE, "CC": f"{NOWHERE}/cc", "CXX": f"{NOWHERE}/c++", "PYTHONPATH": ""}
 FIND_COMPILERS = "import shutil, sys; print([name for name in sys.argv[1:] if shutil.which(name)])"
 GENERATE = """
+import sys
 from pathlib import Path
 import numpy as np
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SamplingParams
 
-engine = Engine(EngineConfig(model="smollm2", device="cpu", num_blocks=64, num_threads=1))
+engine = Engine(EngineConfig(model=sys.argv[1], device="cpu", num_blocks=64, num_threads=1))
 params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=7, ignore_eos=True)
 engine.add(GenerateRequest("0", np.arange(1, 90, dtype=np.int32), params))
 samples = []
@@ -99,15 +100,16 @@ def test_every_kernel_has_the_bits_of_the_source_build(packages: Path, tmp_path:
     assert digests[0] == digests[1]
 
 
-def test_a_sample_has_the_bits_of_the_source_build(packages: Path, programs: Path, smollm2: Path) -> None:
+def test_a_sample_has_the_bits_of_the_source_build(packages: Path, programs: Path, tiny_qwen3_5: Path) -> None:
     assert run(programs / "python", "-c", FIND_COMPILERS, *COMPILERS, environment=WITHOUT_COMPILER) == "[]\n"
-    *of_wheel, loaded = run(programs / "python", "-P", "-c", GENERATE, environment=WITHOUT_COMPILER).splitlines()
-    *of_source, other = run(sys.executable, "-P", "-c", GENERATE).splitlines()
+    script = ("-P", "-c", GENERATE, tiny_qwen3_5)
+    *of_wheel, loaded = run(programs / "python", *script, environment=WITHOUT_COMPILER).splitlines()
+    *of_source, other = run(sys.executable, *script).splitlines()
     assert loaded == f"cpu {packages / 'trueroll/kernels/cpu/_native.so'}", "premise: the library of the wheel"
     assert other == f"cpu {SOURCE_BUILD.resolve()}", "premise: the library of the source build"
     assert len(of_wheel) == 4 and of_wheel == of_source
 
 
-def test_the_command_starts_a_worker_without_a_compiler(programs: Path, smollm2: Path) -> None:
-    arguments = ("generate", "smollm2", "--prompt", "The sky is", "--max-tokens", "4")
-    assert "The sky is" in run(programs / "trueroll", *arguments, environment=WITHOUT_COMPILER)
+def test_the_command_starts_a_worker_without_a_compiler(programs: Path, tiny_qwen3: Path) -> None:
+    arguments = (str(tiny_qwen3), "--prompt", "<7> <8>", "--max-tokens", "4")
+    assert "<7> <8>" in run(programs / "trueroll", "generate", *arguments, environment=WITHOUT_COMPILER)
