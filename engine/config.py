@@ -36,7 +36,8 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    The bits of samples depend only on `model`, `dtype`, `device`, `backend` and the instruction set of the backend.
+    Of the settings, only `model`, `dtype`, `device` and `backend` affect the bits of samples. The instruction set that
+    the backend uses also affects the bits.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or

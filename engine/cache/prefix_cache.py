@@ -14,7 +14,7 @@ decision when to allocate, fork or preempt (`scheduler`).
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
 block with the KV of the prefix's last `block_size` tokens, until that block is reused. A sequence releases a block when
-no later query of the sequence can reach the block. A released block that was published can still be hit until it is
+no later token of the sequence can attend to the block. A released block that was published can still be hit until it is
 reused.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
@@ -31,8 +31,8 @@ Promises:
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
 - A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
-- A hit has the same token ids, extra identity and parents. A lookup compares them in full, and does not rely on the
-  hash alone.
+- A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. A lookup
+  compares all three in full, in addition to the hash.
 - `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
@@ -87,7 +87,7 @@ class Pool(Generic[Owner]):
         return block in self._cached
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks outside `blocks`."""
+        """Return the number of free blocks that are not in `blocks`."""
         return self.num_free - sum(block in self._cached for block in blocks)
 
     def take(self, count: int) -> list[int]:
@@ -116,7 +116,7 @@ class Pool(Generic[Owner]):
                 self._empty.append(block)
 
     def unpublish(self, block: int) -> None:
-        """Remove the owner of a block. If the block is free, it becomes empty."""
+        """Remove the owner of a block. If the block is free, it is no longer cached."""
         del self.published[block]
         if block in self._cached:
             del self._cached[block]
@@ -185,7 +185,7 @@ class Chain:
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
-        """Return a copy of this chain that is extended independently."""
+        """Return a copy of this chain. The copy and the original are extended independently."""
         return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
@@ -296,7 +296,7 @@ class Table:
 
 
 class BlockTables:
-    """Allocates the blocks of tables from the pool of each group.
+    """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
     """
@@ -319,7 +319,7 @@ class BlockTables:
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
@@ -335,7 +335,7 @@ class BlockTables:
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether the blocks suffice for a sequence that resumes after `hits` and has `num_tokens` tokens.
+        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after `hits`.
 
         The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
         few blocks.
@@ -492,7 +492,8 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block in the run of blocks after the hits that other chains are computing.
+        """Find the run of blocks that follows the hits and that other chains are computing. Return the hash of its last
+        block.
 
         See `Claims.find`. The search is limited to blocks within tokens [0, limit).
         """
@@ -542,9 +543,9 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry has a cached block, the chain's block, which is in
-        use, replaces the cached block. Without the replacement, the cached block could be reused while the sequence
-        runs, and later blocks of the chain could not be found.
+        An existing entry gets the blocks that it lacks. If the entry has a cached block, the block of the chain, which
+        is in use, takes its place. Without the replacement, the cached block could be reused while the sequence runs,
+        and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)

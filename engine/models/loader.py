@@ -57,9 +57,9 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, pairs of (name in the file, name in the decoder). `packed`: the stacks that are stored as
-    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the
-    number of tensors in `files` that must be converted from this dtype.
+    `files`: for each file, the tensors to copy, as pairs of (name in the file, name in the decoder). `packed`: the
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps
+    each stored dtype to the number of tensors in `files` that must be converted from this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -69,7 +69,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix of such a tensor, with its destination."""
+    """A tensor of a file, or the matrix of one expert in a tensor of a file, with its destination."""
 
     name: str
     expert: int | None
@@ -233,7 +233,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the model's dtype for a tensor of a checkpoint or a part of a stack."""
+    """Return the dtype of the weight to which a tensor of a checkpoint, or a part of a stack, is copied."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 

@@ -83,7 +83,8 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoding step lengthens a text. A token counts as one extra character."""
+    """Return the largest factor by which a decoding step lengthens a text, if each token counts as one extra character.
+    """
     match step["type"]:
         case "Sequence":
             return 1
