@@ -72,8 +72,7 @@ class Admission:
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with a number in `max_tokens`. Raise InvalidRequestError if the request cannot be served.
-        """
+        """Return the request with `max_tokens` filled in. Raise InvalidRequestError if the request cannot be served."""
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
@@ -179,7 +178,7 @@ class Admission:
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
     """Return the vocabulary of a model folder.
 
-    If the vocabulary cannot be loaded, return the text of the error with which requests with stop strings are rejected.
+    If the vocabulary cannot be loaded, return the text of the error that rejects requests with stop strings.
     """
     try:
         return load_vocabulary(folder)

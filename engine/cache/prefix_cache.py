@@ -369,7 +369,7 @@ class BlockTables:
         free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
         if num_new > free:
             raise RuntimeError(
-                f"prefix cache: a table needs {num_new} free blocks beside the hits, but only {free} are free"
+                f"prefix cache: a table needs {num_new} free blocks besides the hits, but only {free} are free"
             )
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
@@ -385,7 +385,7 @@ class BlockTables:
         """Return a new table for the first `num_tokens` tokens of `table`, and the required block copies.
 
         The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
-        group, the copies map destination to source. Enough blocks must be free.
+        group, the copies map each destination block to its source block. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -492,10 +492,10 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Find the run of blocks that follows the hits and that other chains are computing. Return the hash of its last
-        block.
+        """Return the hash of the last block that another chain is computing, in the run of blocks after the hits.
 
-        See `Claims.find`. The search is limited to blocks within tokens [0, limit).
+        Other chains are computing every block of the run (see `Claims.find`). The search is limited to blocks within
+        tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
@@ -543,9 +543,9 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry has a cached block, the block of the chain, which
-        is in use, takes its place. Without the replacement, the cached block could be reused while the sequence runs,
-        and later blocks of the chain could not be found.
+        An existing entry gets the blocks that it lacks. If the entry already has a cached block, the chain's block
+        replaces it, because the chain's block is in use. Without the replacement, the cached block could be reused
+        while the sequence runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)

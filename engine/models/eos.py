@@ -109,8 +109,8 @@ def _read_token(path: Path) -> str | None:
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
         raise ModelError(
-            f"{path}: eos_token must be a string or a map with its content (got {brief(found)}); save the "
-            "tokenizer again"
+            f"{path}: eos_token must be a string, or an object with a string in content (got {brief(found)}); save "
+            "the tokenizer again"
         )
     return token
 

@@ -162,7 +162,7 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces of a tensor to copy one by one: each expert's matrix of a stack, or the tensor itself."""
+    """Return the pieces in which a tensor is copied: the matrix of each expert of a stack, or the whole tensor."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]

@@ -38,8 +38,7 @@ def resolve_model(name: str) -> Path:
 
 
 def check_model(name: str) -> None:
-    """Raise ModelError if the name is malformed, or names a folder that does not exist. Downloads and converts nothing.
-    """
+    """Raise ModelError if the name is malformed or the folder does not exist. Downloads and converts nothing."""
     if name.startswith(HUB):
         _split(name)
         return
@@ -81,8 +80,8 @@ def _split(name: str) -> tuple[str, str | None]:
     repository, at, revision = name.removeprefix(HUB).partition("@")
     if not _ON_HUB.match(repository) or bool(at) != bool(revision):
         raise ModelError(
-            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
-            "revision is a commit, a tag or a branch"
+            f"{name}: not the name of a model on the Hugging Face hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, "
+            "where the revision is a commit, a tag or a branch"
         )
     return repository, revision or None
 

@@ -83,8 +83,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoding step lengthens a text, if each token counts as one extra character.
-    """
+    """Return the largest factor by which a decoding step lengthens a text, counting one extra character per token."""
     match step["type"]:
         case "Sequence":
             return 1

@@ -1,4 +1,4 @@
-"""Trials: runs work on untrusted files first in a child process, with limited time and memory.
+"""Trials: runs work on untrusted files in a child process first, with limited time and memory.
 
 Promises: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process is
 gone.
