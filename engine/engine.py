@@ -4,7 +4,7 @@ Connects the parts of the engine. `admission` accepts requests, `pipeline` track
 by step, and `running.executor` runs each step on the device. `Engine` owns the order of operations when weights, memory
 and requests change together. The engine has no locks: a single thread must make all calls.
 
-Promises:
+Guarantees:
 
 - Every accepted request gets exactly one output per sample, or exactly one output if it is a score request. Outputs are
   returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.

@@ -214,7 +214,7 @@ class Pipeline:
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens that the queued step draws, so that the next step can compute their KV.
 
-        The host sees these tokens only after it has queued the next step.
+        The host sees the drawn tokens only after it has queued the next step.
         """
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes)

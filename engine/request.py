@@ -469,8 +469,8 @@ class SampleOutput:
     `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
     experts, experts per token]. `routed_experts` is None unless `return_routed_experts` was requested and the sample
     has a token. Row t of `routed_experts` lists, in ascending order of id, the experts chosen for token t of prompt and
-    sample. The last token has no row, because it was never fed to the model. If token t + 1 was drawn, row t was
-    computed with the weights that drew token t + 1. The rows before the last prompt token were computed with the
+    sample. The last token of a sample has no row, because it was never fed to the model. If token t + 1 was drawn, row
+    t was computed with the weights that drew token t + 1. The rows before the last prompt token were computed with the
     weights that drew the first token.
     """
 

@@ -4,8 +4,8 @@ The lender fills an arena and seals it. After the seal, writes are private: a pr
 the pages, and other processes see no change. This module owns the mappings and, until the arena is dropped, the
 lender's file descriptor.
 
-Promises: the memory has no name in the file system. The system frees the memory when no process maps it any more, even
-if the processes were killed. A borrower maps exactly the memory that was lent.
+Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
+even if the processes were killed. A borrower maps exactly the memory that was lent.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def place_to_lend() -> str | None:
 
     Two processes get equal identifiers if they have the same machine, container, user, Linux capabilities and NUMA
     nodes. Capabilities are included because the system hides a process's open files from processes with fewer
-    capabilities. NUMA nodes are included because reading from another node is slower. The result is also None if this
-    process would get only small pages, because sharing weights in small pages costs more than a copy in huge pages.
+    capabilities. NUMA nodes are included because reading from another node is slower. This process also cannot lend if
+    it would get only small pages, because sharing weights in small pages costs more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None

@@ -1,7 +1,7 @@
 """Arenas: memory that can be released and reallocated without new tensor objects.
 
 An arena is one block of memory from which tensors are allocated one after the other. The arena owns the memory; the
-code that allocates a tensor owns the tensor's content. Promises: each tensor is aligned to 64 bytes. When `drop`
+code that allocates a tensor owns the tensor's content. Guarantees: each tensor is aligned to 64 bytes. When `drop`
 returns, the system has the memory back. Tensors can be used again after `drop` and `restore`; host tensors keep their
 addresses.
 """

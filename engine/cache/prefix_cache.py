@@ -25,7 +25,7 @@ extra identity of the block. The hash is keyed with a secret of this process tha
 identity consists of the request's cache salt and the spans of non-text content that overlap the block, with positions
 relative to the block.
 
-Promises:
+Guarantees:
 
 - A lookup changes nothing.
 - An allocation succeeds as a whole or changes nothing.
@@ -593,7 +593,7 @@ class PrefixCache:
             last = self._left_alone(last.parent)
 
     def _left_alone(self, parent: Entry | None) -> Entry | None:
-        """Return the parent of a removed entry if the parent must be removed, too; otherwise None."""
+        """Return the parent of a removed entry if the parent must also be removed; otherwise None."""
         if parent is None:
             return None
         parent.num_children -= 1

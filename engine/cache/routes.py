@@ -10,7 +10,7 @@ An entry gets its rows from a sequence that computes the entry's block and recor
 supplies the rows may differ from the sequence that published the block. Rows are not part of an entry's identity, and
 are dropped with the entry.
 
-Promises: at most `capacity` entries have rows. At the limit, new rows replace the least recently used rows. An entry
+Guarantees: at most `capacity` entries have rows. At the limit, new rows replace the least recently used rows. An entry
 that loses its rows stays in the index. A sequence that needs the missing rows computes the block again.
 """
 

@@ -30,7 +30,7 @@ _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("exp
 class EmbeddedRows(NamedTuple):
     """Embeddings of content other than text.
 
-    `places`: int64 [R], the indices of the tokens that get these embeddings, without duplicates. `rows`: the
+    `places`: int64 [R], the indices of the tokens that get the embeddings in `rows`, without duplicates. `rows`: the
     embeddings, [R, hidden_size], in the model's dtype.
     """
 

@@ -1,7 +1,7 @@
 """The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
-Promises: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
-incomplete character. It is held back for at most three further tokens that have text.
+Guarantees: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
+incomplete character. Text is held back for at most three further tokens that have text.
 """
 
 from __future__ import annotations

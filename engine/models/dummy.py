@@ -1,6 +1,6 @@
 """Dummy models: random weights for a model configuration, to measure speed without a checkpoint.
 
-Promises: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
+Guarantees: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
 """
 
 from __future__ import annotations

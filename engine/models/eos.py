@@ -1,6 +1,6 @@
 """End-of-sequence tokens, read from the files of a model folder.
 
-Owns nothing. Promises: the result is the union of the tokens named in generation_config.json, config.json and the
+Owns nothing. Guarantees: the result is the union of the tokens named in generation_config.json, config.json and the
 tokenizer. A sample therefore ends wherever transformers or another server would end it. Only the JSON files of a
 tokenizer are read, and no code in the model folder runs. The result contains only token ids in the model's vocabulary.
 """

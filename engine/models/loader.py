@@ -1,7 +1,7 @@
 """The loader: reads the settings of a model folder, and copies its tensors into memory.
 
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
-the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
+the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
 matrix.
 """

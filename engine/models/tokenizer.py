@@ -1,7 +1,7 @@
 """Tokenizers: loads a tokenizer from an untrusted file, and checks the tokenizer before use.
 
 Decoding runs in the worker process, token by token. The length of a text must therefore be bounded by the number of
-tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder lengthens a text at most by the factor
+tokens. Guarantees: no token is longer than `MAX_TOKEN_CHARS`. A decoder lengthens a text at most by the factor
 `MAX_GROWTH`, and takes time proportional to the length of the text.
 """
 

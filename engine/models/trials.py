@@ -1,7 +1,7 @@
 """Trials: runs work on untrusted files in a child process first, with limited time and memory.
 
-Promises: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process is
-gone.
+Guarantees: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process
+is gone.
 """
 
 from __future__ import annotations

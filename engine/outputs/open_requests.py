@@ -233,7 +233,7 @@ class Grown:
         self._samples: list[OpenSample] = []
 
     def follow(self, samples: Iterable[OpenSample]) -> None:
-        """Include these samples in the deltas from now on, beginning with the tokens drawn so far."""
+        """Include `samples` in the deltas from now on, beginning with the tokens drawn so far."""
         for sample in samples:
             if sample.num_told is None:
                 sample.num_told = 0

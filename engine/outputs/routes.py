@@ -71,7 +71,7 @@ class Routes:
         return Routes(self.row_bytes, self.shared, self.fresh)
 
     def rows(self, start: int, end: int) -> bytes:
-        """Return the rows of tokens [start, end). The rows of all these tokens must be recorded."""
+        """Return the rows of tokens [start, end). Each of the tokens must have a recorded row."""
         assert end <= self.num_rows
         first, last, border = start * self.row_bytes, end * self.row_bytes, len(self.shared)
         return self.shared[first:last] + bytes(self.own[max(0, first - border) : max(0, last - border)])

@@ -1,6 +1,6 @@
 """Stop strings, the only feature for which a worker needs a tokenizer.
 
-Promises: the cost per token does not grow with the length of the text. Whatever a tokenizer raises, `StopStrings` and
+Guarantees: the cost per token does not grow with the length of the text. Whatever a tokenizer raises, `StopStrings` and
 `load_vocabulary` raise an `Exception` of this package, so that a failure affects no other sample.
 """
 
@@ -81,8 +81,8 @@ class StopStrings:
     def _is_short(self, token_ids: Sequence[int]) -> bool:
         """Return whether `feed_prior` must also decode tokens before `token_ids`.
 
-        Earlier tokens are needed if a stop string may begin in them, or if the text of `token_ids` begins within a
-        character. A partial character is decoded as one or more replacement characters.
+        Tokens before `token_ids` are needed if a stop string may begin before `token_ids`, or if the text of
+        `token_ids` begins within a character. A partial character is decoded as one or more replacement characters.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))

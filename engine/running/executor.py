@@ -4,7 +4,7 @@ Owns everything on the device: weights, KV cache, recurrent states, CUDA graphs 
 and the sleep state of weights and KV cache. Does not own requests, sequences or blocks. A `Step` describes the
 computation as plain arrays, so that a leader process could send the step to follower processes.
 
-Promises: the results of a step depend only on the step, the previous steps and the weights. `compute` does not
+Guarantees: the results of a step depend only on the step, the previous steps and the weights. `compute` does not
 synchronize the device. The caller can queue the next step before it waits for the results of the current step.
 """
 

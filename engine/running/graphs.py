@@ -2,8 +2,8 @@
 
 The number of rows of a graph is a power of two. There are two graphs of each size: a forward graph and a draw graph.
 The forward graph computes hidden states and the model's records, such as routed experts. The draw graph makes plain
-draws (without filters, bans and statistics) from these hidden states. A replay reads and writes the memory addresses
-that were captured.
+draws (without filters, bans and statistics) from the hidden states of the forward graph. A replay reads and writes the
+memory addresses that were captured.
 
 A step in which each sequence computes one token replays the forward graph. If the step makes one plain draw per
 sequence, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step with fewer rows than

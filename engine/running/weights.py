@@ -5,7 +5,7 @@ unmerged base weights (`AdapterBase`). Does not know the source or the version o
 requests and the KV cache. Workers with the same `WeightStore.kin` may share the memory of a staging. Each worker that
 shares a staging makes a commit of its own.
 
-Promises: in host memory, the addresses of live weights never change. Only an in-place staging writes to the live
+Guarantees: in host memory, the addresses of live weights never change. Only an in-place staging writes to the live
 weights before the commit. A commit that raises changes nothing. A second thread may call `new_staging` and fill a
 staging while the engine computes steps. All other calls must come from the engine's thread.
 """

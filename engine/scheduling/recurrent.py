@@ -32,7 +32,7 @@ the epoch changes, or when another checkpoint or a live state needs the slot. If
 the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the
 same bits wherever chunks end.
 
-Promises:
+Guarantees:
 
 - A slot that a sequence reads or writes is never given to another sequence or checkpoint.
 - There are at most `budget` checkpoints, including reserved ones.

@@ -49,7 +49,7 @@ class SharedPrompts:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """Return the sequence that computes this prompt, or None. Further samples may be added to the sequence.
+        """Return the sequence that computes the prompt `tokens`, or None. Further samples may be added to the sequence.
 
         The returned sequence records routed experts if and only if `chain` does.
         """
@@ -60,7 +60,7 @@ class SharedPrompts:
         self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Prevent further requests from joining this computation of a prompt."""
+        """Prevent further requests from joining `sequence`."""
         key = _key_of(sequence.tokens, sequence.chain)
         if self._sequences.get(key) is sequence:
             del self._sequences[key]
@@ -510,7 +510,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
         """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible.
 
-        Return the number of tokens from `start` on for which the sequence then has blocks, at most `size`.
+        Return how many of the `size` tokens have blocks afterwards.
         """
         tables, running = self.cache.tables, self.running.sequences
         needed = tables.blocks_for(start + size) - len(sequence.table)
@@ -529,7 +529,7 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _suspend(self, sequence: Sequence) -> None:
-        """Take all blocks from a running sequence and requeue it. Its published blocks can still be hit."""
+        """Take all blocks from a running sequence and requeue it. The sequence's published blocks can still be hit."""
         self.running.leave(sequence)
         self.waiting.add(sequence)
 

@@ -1,8 +1,8 @@
 """Sequences: the tokens to compute, the progress, the purpose of the computation, and the lanes of running sequences.
 
 A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes and appends tokens to
-sequences, so that tokens and counters change together. The counters of a running sequence are stored only in these
-arrays (`Counters`), so that a step reads the counters of all sequences with one array operation.
+sequences, so that tokens and counters change together. The counters of a running sequence are stored only in the arrays
+of `Counters`, so that a step reads the counters of all sequences with one array operation.
 """
 
 from __future__ import annotations
