@@ -592,7 +592,7 @@ def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) 
 def seed_of(id: str, prompt: bytes) -> int:
     """Derive a 63-bit seed from the id and the prompt of a request without a seed.
 
-    If the same request is sent again, to any worker, it draws the same samples.
+    If the same request is sent again, to any worker, the worker draws the same samples.
     """
     digest = hashlib.blake2b(len(id).to_bytes(8, "little") + id.encode() + prompt, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -116,9 +116,10 @@ def place_to_lend() -> str | None:
     """Return an identifier of the processes that can lend memory to each other, or None if this process cannot lend.
 
     Two processes get equal identifiers if they have the same machine, container, user, Linux capabilities and NUMA
-    nodes. Capabilities are included because the system hides a process's open files from processes with fewer
-    capabilities. NUMA nodes are included because reading from another node is slower. This process also cannot lend if
-    it would get only small pages, because sharing weights in small pages costs more than a copy in huge pages.
+    nodes. The identifier includes the capabilities because the system hides a process's open files from processes with
+    fewer capabilities. The identifier includes the NUMA nodes because reading from another node is slower. This process
+    also cannot lend if it would get only small pages, because sharing weights in small pages costs more than a copy in
+    huge pages.
     """
     if sys.platform != "linux":
         return None

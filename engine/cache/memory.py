@@ -134,7 +134,7 @@ class HostArena(Arena):
         self._advise()
 
     def map_file(self, file: int, flags: int) -> None:
-        """Replace the content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
+        """Replace the arena's content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
         _map(self._memory, flags, file)
 
     def drop(self, keep: bool) -> None:
@@ -167,7 +167,10 @@ class HostArena(Arena):
 
 
 class DeviceArena(Arena):
-    """A torch allocation on any device. After `restore`, the memory and its tensors may have other addresses."""
+    """An arena on any device, as one torch allocation.
+
+    After `restore`, the memory and its tensors may have other addresses.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
@@ -196,7 +199,7 @@ class DeviceArena(Arena):
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call madvise on memory. Return False if the call fails."""
+    """Call madvise on memory. Return False if madvise fails."""
     return _system().madvise(address, num_bytes, advice) == 0
 
 

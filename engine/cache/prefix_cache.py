@@ -31,8 +31,8 @@ Guarantees:
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
 - A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
-- A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. A lookup
-  compares all three in full, in addition to the hash.
+- A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
+  addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
 - `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
@@ -155,8 +155,9 @@ class Pool(Generic[Owner]):
 class Entry:
     """A published prefix in the index, with its last block in each group.
 
-    `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the last tokens,
-    or None if that block was reused. `num_children`: the number of index entries with this entry as their parent.
+    `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the prefix's last
+    tokens, or None if that block was reused. `num_children`: the number of index entries with this entry as their
+    parent.
     """
 
     hash: bytes

@@ -23,7 +23,7 @@ from .prefix_cache import Entry
 
 
 class RouteRecords:
-    """Rows of up to `capacity` blocks, each of `block_bytes` bytes."""
+    """The routed experts of up to `capacity` blocks, with `block_bytes` bytes per block."""
 
     def __init__(self, capacity: int, block_bytes: int) -> None:
         self.capacity = capacity

@@ -40,7 +40,7 @@ class EmbeddedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelInput:
-    """M tokens of a mixed batch.
+    """The input of a forward pass: M tokens of a mixed batch.
 
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of

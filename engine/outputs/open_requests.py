@@ -41,10 +41,10 @@ class DrawRecord(NamedTuple):
     """How the tokens of one sample are drawn.
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
-    `Distribution`. `basis`: the index in `BASES` of the distribution of the log-probs. `num_tops`: how many of the most
-    probable tokens are recorded together with the entropy; -1 records neither. `is_special`: whether filters apply or
-    statistics are recorded. `first_free`: the first position at which no token is banned. `end`: the position after the
-    last token that `max_tokens` allows.
+    `Distribution`. `basis`: the index in `BASES` of the distribution under which log-probs are computed. `num_tops`:
+    how many of the most probable tokens are recorded together with the entropy; -1 records neither. `is_special`:
+    whether filters apply or statistics are recorded. `first_free`: the first position at which no token is banned.
+    `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -65,7 +65,7 @@ class DrawRecord(NamedTuple):
         """Return the draw record of a sample.
 
         `params`: parameters with `max_tokens` set. `seed`: the sample's own seed, unsigned 64-bit. `bans`: whether some
-        tokens are banned before `min_tokens`.
+        tokens are banned until the sample has `min_tokens` tokens.
         """
         assert params.max_tokens is not None
         temperature = divisor(params)

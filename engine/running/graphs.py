@@ -122,7 +122,8 @@ class _Graphs:
     """The graphs of one size.
 
     `inputs`: the inputs that each replay reads. `forward`: the forward graph; its outputs are the hidden states and the
-    records. `names`: the names of the records. `draw`: the draw graph, which also reads the hidden states.
+    records. `names`: the names of the records that the forward graph returns. `draw`: the draw graph, which also reads
+    the hidden states.
     """
 
     inputs: _Inputs
