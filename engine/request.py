@@ -32,8 +32,8 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 class Column:
     """A value that is recorded for each token. Each column is a single object, compared by identity.
 
-    `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. Each token
-    has one element, or `top_logprobs` elements if `is_listed` is set.
+    `name`: the name of the column's field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one
+    element. Each token has one element, or `top_logprobs` elements if `is_listed` is set.
     """
 
     name: str
@@ -353,7 +353,7 @@ def _describe_fault(fault: Any) -> str:
 
 
 def _plain_demand(message: str) -> str:
-    """Return the requirement in a pydantic message in plain words, such as `must be at least 2`."""
+    """Restate the requirement of a pydantic message in plain words, such as `must be at least 2`."""
     message = re.sub(r"^\w+ should ", "must ", message).replace("greater than or equal to", "at least")
     message = re.sub(r" after validation, not \w+$", "", message.replace("less than or equal to", "at most"))
     return message[:1].lower() + message[1:]

@@ -133,7 +133,10 @@ class Pool(Generic[Owner]):
         self.published.clear()
 
     def miscounted(self, held: Iterable[int]) -> set[int]:
-        """Return the blocks with a wrong state or reference count. `held`: one block for each expected reference."""
+        """Return the blocks with a wrong state or reference count.
+
+        `held`: the blocks that should have references, each listed once per reference.
+        """
         counts, free = Counter(held), Counter([*self._empty, *self._cached])
         blocks = range(self.num_blocks)
         wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
@@ -174,8 +177,9 @@ class Chain:
 
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry with which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
-    `salt`: extra identity of every block. `spans`: non-text content, sorted. `has_records`: whether the blocks are
-    published with routed experts, so that sequences that need routed experts may wait for the blocks.
+    `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text content,
+    sorted. `has_records`: whether the blocks are published with routed experts, so that sequences that need routed
+    experts may wait for the blocks.
     """
 
     epoch: int
@@ -477,7 +481,8 @@ class PrefixCache:
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
         """Return the longest prefix of `run` that can be resumed and that ends with a ready entry.
 
-        `run`: consecutive entries from the first block on. `is_ready`: if None, all entries are ready.
+        `run`: consecutive entries from the first block on. `is_ready`: tells whether an entry is ready; if None, all
+        entries are ready.
         """
         windowed = self.tables.windowed
         if not windowed and is_ready is None:

@@ -130,7 +130,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint to the weight with the same name, or to its part of a stack.
+    """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 
     `destinations`: the weights by their names in the decoder.
 

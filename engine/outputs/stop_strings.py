@@ -53,7 +53,7 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens before the sample's first token. Call this method before `feed`.
+        """Add the tokens that precede the sample's first token. Call this method before `feed`.
 
         Only the last tokens, in which a stop string could begin, are decoded.
 

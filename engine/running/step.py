@@ -87,9 +87,9 @@ class Step:
     """M tokens of N sequences. Arrays are int64.
 
     `token_ids`, `positions` [M]: the tokens and their positions. `unseen` [2, U]: the indices of the tokens that the
-    previous step is still drawing, and the lane in which each of them is stored. `query_starts` [N + 1], `context_lens`
-    [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent
-    layers. `records_routes`: whether a sequence of the step records routed experts.
+    previous step is still drawing, and the lane in which each of these tokens is stored. `query_starts` [N + 1],
+    `context_lens` [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with
+    recurrent layers. `records_routes`: whether a sequence of the step records routed experts.
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`

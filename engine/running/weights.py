@@ -105,7 +105,7 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow. Empty if commits are fast, and before the first commit."""
+        """The reason why commits are slow. `commit_note` is empty if commits are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
@@ -259,7 +259,7 @@ class WeightStaging:
 
     @property
     def num_bytes(self) -> int:
-        """The memory held in addition to the live weights, in bytes."""
+        """The memory, in bytes, that the staging holds in addition to the live weights."""
         arena = self.arena  # read once, because another thread may drop the arena
         return self._others_bytes + (0 if arena is None else arena.num_held)
 
