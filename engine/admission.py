@@ -200,7 +200,7 @@ def _check_prior(request: GenerateRequest) -> None:
         )
     if request.num_prior_tokens and request.params.n > 1:
         raise InvalidRequestError(
-            f"num_prior_tokens requires n = 1, because the request continues a single sample (got n = {request.params.n})",
+            f"num_prior_tokens requires n = 1, because only one sample can be continued (got n = {request.params.n})",
             field="n",
             value=request.params.n,
             limit=1,
