@@ -1,6 +1,6 @@
 """Dummy models: random weights for a model configuration, to measure speed without a checkpoint.
 
-Promises: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
+Guarantees: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
 
 
 def _parts(weight: Any) -> list[Any]:
-    """Return the matrices of all experts if the weight is a stack, otherwise the weight itself, as a list."""
+    """Return a list: the matrices of all experts if the weight is a stack, otherwise the weight itself."""
     return [weight.narrow(0, i, 1) for i in range(weight.shape[0])] if isinstance(weight, Stack) else [weight]
 
 

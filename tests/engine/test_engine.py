@@ -293,8 +293,8 @@ def test_prompts_share_blocks_only_for_the_same_content(tiny_llama: Path) -> Non
     ("spans", "fault"),
     [
         ([(10, 10, 32)], "empty"),
-        ([(10, 41, 32)], "outside"),
-        ([(-1, 4, 32)], "outside"),
+        ([(10, 41, 32)], "exceeds the prompt"),
+        ([(-1, 4, 32)], "exceeds the prompt"),
         ([(0, 10, 32), (9, 12, 32)], "overlap"),
         ([(20, 30, 32), (0, 10, 32)], "overlap"),
         ([(0, 10, 31)], "32 bytes"),

@@ -76,6 +76,7 @@ class HttpCorpus:
             "/v1/models/x",
             "/is_paused",
             "/is_sleeping",
+            "/",
             "/ui",
             "/ui/page.js",
         )

@@ -120,7 +120,7 @@ def test_steps_that_do_not_fit_are_refused_with_what_to_lower(
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     with pytest.raises(
-        ConfigError, match="^max_num_batched_tokens, .* weights: tried to allocate 3 GiB; lower one of them"
+        ConfigError, match="^max_num_batched_tokens, .* weights: tried to allocate 3 GiB; lower one of these settings"
     ):
         engine_of(model)
 

@@ -651,7 +651,7 @@ def test_an_error_without_an_id_ends_every_call(tmp_path: Path) -> None:
 
 def test_an_address_without_a_worker_is_a_lost_worker() -> None:
     with RolloutClient("ipc:///nowhere/worker.sock", timeout=0.2) as client:
-        with pytest.raises(WorkerLostError, match="check the address"):
+        with pytest.raises(WorkerLostError, match="check that a worker runs at this address"):
             client.generate([[1]])
 
 

@@ -91,7 +91,7 @@ def test_a_reply_of_the_wrong_type_is_an_error(tmp_path: Path, call: str, reply:
 
 def test_deltas_with_missing_tokens_are_an_error(tmp_path: Path) -> None:
     with answering(tmp_path, ("deltas", {})) as client:
-        with pytest.raises(ProtocolError, match="sample 0: tokens from 1 on arrived before"):
+        with pytest.raises(ProtocolError, match="sample 0: a delta begins at token 1, but earlier tokens"):
             list(client.stream([[1]], deltas=True))
         assert client.health().instance == "i", "the connection still works"
 

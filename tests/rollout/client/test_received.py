@@ -99,5 +99,5 @@ def test_a_sample_shorter_than_its_deltas_is_delivered_whole(end: int) -> None:
 def test_a_gap_is_refused() -> None:
     received = Received()
     received.put(delta(0, 2))
-    with pytest.raises(ProtocolError, match="request 'a', sample 3: tokens from 3 on arrived before"):
+    with pytest.raises(ProtocolError, match="request 'a', sample 3: a delta begins at token 3, but earlier tokens"):
         received.put(delta(3, 4))

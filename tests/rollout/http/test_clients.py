@@ -207,5 +207,5 @@ def test_a_file_that_others_can_read_is_refused(bits: int, tmp_path: Path, monke
     file.chmod(0o600)
     assert clients_of(config).find(f"Bearer {BOB}") == Client("bob", "generate")
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
-    with pytest.raises(ConfigError, match="clients_file: cannot be combined with TRUEROLL_HTTP_API_KEY"):
+    with pytest.raises(ConfigError, match="clients_file: cannot be combined with the key in TRUEROLL_HTTP_API_KEY"):
         clients_of(config)

@@ -116,7 +116,7 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
     assert result.returncode == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: must be a model folder")
+    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: a model is a folder")
 
 
 def test_http_offers_every_setting_with_its_default() -> None:
@@ -180,7 +180,7 @@ def test_text_without_a_tokenizer_is_an_error(tmp_path: Path, tiny_llama: Path) 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
 def test_the_exit_code_of_verify_is_its_verdict(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(verify, "verify", lambda *arguments: calls.append(arguments) or passed)
+    monkeypatch.setattr(verify, "verify", lambda *arguments, quick: calls.append(arguments) or passed)
     result = CliRunner().invoke(cli.app, ["verify", "smollm2", "--dtype", "float32", "--json", "report.json"])
     assert result.exit_code == code
     (config, _, json_file), *rest = calls
