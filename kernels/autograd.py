@@ -1,11 +1,11 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
-The forward pass of each op is the backend's op, so its results have the bits of a rollout. The backward pass uses torch
-in the dtype of the forward pass and promises gradients within rounding. Three parts of the backward pass use backend
-ops too: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of a recurrence recomputes
-the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of a chunk, so one state
-is kept per chunk instead of one state per token. Forward and backward passes disable autocast, which would change
-dtypes inside an op. The caller casts instead.
+The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
+uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the
+backward pass use backend ops too: rotations, recomputed logits and recomputed inner rows of experts. The backward pass
+of a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form
+of a chunk, so one state is kept per chunk instead of one state per token. Forward and backward passes disable autocast,
+which would change dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
@@ -163,7 +163,7 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up from the gradient of `gate_mul(gate, up)`, all of the same shape."""
+    """Return the gradients of gate and up, given the gradient of `gate_mul(gate, up)`. All tensors have the same shape."""
     if activation == "sigmoid":
         sigmoid = torch.sigmoid(gate)
         return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
@@ -313,7 +313,7 @@ class Packed:
 
     @cached_property
     def batch(self) -> AttentionBatch:
-        """The attention batch: each row attends to its sequence's rows up to and including itself. Each sequence has
+        """The attention batch: each row attends to the earlier rows of its sequence and to itself. Each sequence has
         its own cache blocks.
         """
         counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
@@ -338,7 +338,9 @@ class Packed:
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """Group the sequences by length. Padding a group to its longest sequence less than doubles its tokens."""
+        """Group the sequences by length. If each sequence is padded to the longest sequence of its group, the number of
+        tokens less than doubles.
+        """
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
             alike[length.bit_length()].append(i)
@@ -390,8 +392,8 @@ class _Attention(Function):
 def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
     """Return the gradients of q, k and v, and float32 gradients of `sinks` [heads] if there are sinks.
 
-    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D]. Sequences are padded on the right, so under
-    causal attention no real query sees padding.
+    `padded`: q, k, v and the gradient of the output, each padded to [B, T, heads, D]. Sequences are padded on the
+    right, so under causal attention no real query sees padding.
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
@@ -571,7 +573,7 @@ class _LogProbs(Function):
         temperature: float,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probs. `found`: the log-probs, if the caller has already computed the log-probs."""
+        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
@@ -624,7 +626,7 @@ class GradientOps:
     def project_back(
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """`Backend.project_back`. For any number of pieces, the backward pass is the same as for `linear`."""
+        """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along K."""
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)
@@ -641,7 +643,7 @@ class GradientOps:
         return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(linear(x, gate)) * linear(x, up) for gate and up [I, H]: [M, I]."""
+        """Return activation(linear(x, gate)) * linear(x, up) for weights gate and up [I, H]: [M, I]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -651,8 +653,8 @@ class GradientOps:
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen`: experts that replace the choice by highest logits, int32 [M, top_k], ascending in each row. The gates
-        have gradients; the choice of experts has no gradient.
+        `chosen`: int32 [M, top_k], ascending in each row: the experts to use instead of the experts with the highest
+        logits. The gates have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 

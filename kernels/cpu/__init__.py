@@ -15,7 +15,7 @@ MOST_HEAD_DIM = 512
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
+    """Return the reason that these kernels cannot serve a decoder on a device in a dtype; empty if they can.
 
     `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
@@ -34,7 +34,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement of the kernels that this decoder does not meet in this dtype, or an empty string."""
+    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the decoder."""
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"

@@ -1,7 +1,7 @@
 """The shared library of the native kernels, which lies beside this file and is loaded once.
 
-native/api.h declares the library's C interface. The module also reads the argument types of the functions from
-native/api.h. A library that was compiled from a different native/api.h is refused.
+native/api.h declares the library's C interface. The argument types of the functions are read from native/api.h. A
+library that was compiled from a different native/api.h is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Library:
         return self.isa().decode()
 
     def choose(self, name: str) -> None:
-        """Use an instruction set from now on. Raise ConfigError if this machine does not have the instruction set."""
+        """Switch the process to an instruction set. Raise ConfigError if this machine does not have the instruction
+        set.
+        """
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
             raise ConfigError(f"{ISA_VARIABLE} must be an instruction set of this machine, {available} (got {name!r})")
@@ -105,7 +107,9 @@ def load_library() -> Library:
 
 
 def library_obstacle() -> str:
-    """Return why the library cannot be used, or an empty string. Raise ConfigError in the cases of `load_library`."""
+    """Return the reason that the library cannot be used; empty if it can. Raise ConfigError in the cases of
+    `load_library`.
+    """
     try:
         load_library()
     except OSError as error:

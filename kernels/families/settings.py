@@ -1,8 +1,8 @@
 """The settings of a config.json, checked, for the families to read.
 
-Promises that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to build.
-The base class of transformers' configurations checks the values and converts old files. The subclasses for single
-architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
+Guarantees that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to
+build. The base class of transformers' configurations checks the values and converts old files. The subclasses for
+single architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
 """
 
 # No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
@@ -136,7 +136,7 @@ class Settings(PreTrainedConfig):
         super().__post_init__(**others)
 
     def types(self: Any, other: str) -> list[str]:
-        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither."""
+        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither type."""
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
@@ -155,7 +155,9 @@ class Settings(PreTrainedConfig):
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Return an attention spec with the heads of these settings. `others`: further fields of the spec."""
+        """Return an attention spec with the number and size of heads from these settings. `others`: further fields of
+        the spec.
+        """
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
@@ -183,8 +185,8 @@ class Settings(PreTrainedConfig):
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """Return a decoder of these layers. The last norm has the spec of the layers' norms. `others`: further fields
-        of the spec.
+        """Return the spec of a decoder with these layers. The last norm has the spec of the layers' norms. `others`:
+        further fields of the spec.
         """
         return DecoderSpec(
             architecture=architecture,
@@ -254,9 +256,9 @@ def read_settings(
 ) -> Any:
     """Return the `Settings` in `raw`, the content of config.json.
 
-    `fill`: adds settings that a file may omit. `quantized`: the quantization methods that checkpoints of the family may
-    have. Raise ModelError for a broken file, for a checkpoint with any other quantization, and for per-layer settings,
-    which no family supports.
+    `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
+    checkpoints of the family may have. Raise ModelError for a broken file, for a checkpoint with any other
+    quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
@@ -281,9 +283,7 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """Return `raw` with `layer_types`. In a file without `layer_types`, each layer gets FULL or `other` by its
-    number.
-    """
+    """Return `raw` with `layer_types`. If a file lacks `layer_types`, layer i gets `other` if `is_other(i)`, else FULL."""
     count = raw.get("num_hidden_layers")
     # `num_hidden_layers` has not been validated yet.
     if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:
@@ -292,7 +292,7 @@ def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other
 
 
 def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
-    """Return `raw` with `rope_parameters` for each type of layer, which older files do not have.
+    """Return `raw` with `rope_parameters` for each type of layer, as newer files have.
 
     `theta`: the default `rope_theta` of each type. `rope_scaling` applies to full attention.
     """
@@ -314,8 +314,8 @@ def _broken(error: Exception) -> ModelError:
 def expect(settings: Any, **others: Any) -> None:
     """Raise ModelError unless all `settings` are supported.
 
-    `others`: required values of further settings. A value for a setting that is always checked replaces the default
-    requirement.
+    `others`: the required values of additional settings. If `others` names a setting that is always checked, the value
+    in `others` replaces the default requirement.
     """
     whole = others.pop("partial_rotary_factor", 1.0)
     faults = {
