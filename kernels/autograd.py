@@ -163,7 +163,9 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, given the gradient of `gate_mul(gate, up)`. All tensors have the same shape."""
+    """Return the gradients of gate and up, given the gradient of `gate_mul(gate, up)`. All tensors have the same
+    shape.
+    """
     if activation == "sigmoid":
         sigmoid = torch.sigmoid(gate)
         return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
@@ -626,7 +628,9 @@ class GradientOps:
     def project_back(
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along K."""
+        """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along
+        K.
+        """
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)

@@ -1,9 +1,9 @@
 """Importance weights for a loss, and measures of how far trainer and rollout differ.
 
 The ratio of a token is r = p / q. `log_probs` is log p under the policy in training. `sampled` is log q under the
-policy that drew the token. That policy has older weights, or the same weights with different arithmetic. For tokens
-sampled with its current weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is
-exactly 1.
+policy that drew the token. The policy that drew the token has older weights, or the same weights with different
+arithmetic. For tokens sampled with its current weights, an aligned trainer has r = 1 exactly. For tokens with r = 1,
+every importance weight is exactly 1.
 
 All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
 either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
@@ -11,16 +11,16 @@ more each), unless `level` is `token`. `mask` (bool, in the shape of `log_probs`
 tokens. Values outside the mask, NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums
 depend only on its own tokens. Padding and packing do not change the bits of ratios and sums.
 
-`level` says which ratio a token gets:
+`level` selects the ratio that a token gets:
 
-- `token`: the token's own ratio. The weight is biased, since the ratios of earlier tokens are ignored.
-- `sequence`: the product of the ratios in the token's sequence. The weight is unbiased if no ratio is truncated or
-  masked. The variance grows with the length of the sequence.
+- `token`: the token's own ratio. The token's weight is biased, since the ratios of earlier tokens are ignored.
+- `sequence`: the product of the ratios in the token's sequence. The product is an unbiased weight if no ratio is
+  truncated or masked. The variance of the weight grows with the length of the sequence.
 - `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence
-  Policy Optimization", arXiv 2507.18071). The ratio is comparable across short and long sequences, but biased.
+  Policy Optimization", arXiv 2507.18071). The geometric mean is comparable across short and long sequences, but biased.
 
-No gradient flows through any returned value: a weight is a constant of the loss. The gradient of the loss comes from
-the `log_probs` that the weight multiplies.
+No gradient flows through any returned value: the loss treats a weight as a constant. The gradient of the loss comes
+from the `log_probs` that the weight multiplies.
 
 All functions raise AlignmentError for invalid bounds, for shapes or lengths that do not fit together, for a mask that
 selects no token, and for log-probs in the mask that are not finite.
@@ -130,7 +130,7 @@ def diagnose(
     low: float = 0.0,
     high: float,
 ) -> Diagnostics:
-    """Return the values to log at each step.
+    """Return the measures to log at each training step.
 
     `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses; for
     truncated weights, pass their `cap` as `high`.
@@ -158,7 +158,9 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], by sequence."""
+    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], one sequence after
+    the other.
+    """
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):
@@ -181,7 +183,7 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
 
 
 def _spread(own: Tensor, mask: Tensor) -> Tensor:
-    """Return `own` [N] at the N tokens of the mask, and 0 elsewhere."""
+    """Return a tensor in the shape of `mask`: `own` [N] at the N tokens of the mask, and 0 elsewhere."""
     return own.new_zeros(mask.shape).masked_scatter(mask, own)
 
 

@@ -73,7 +73,7 @@ def instruction_set() -> str:
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    """Do nothing, since this backend compiles no kernels."""
+    """Do nothing, since the reference backend compiles no kernels."""
 
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
@@ -319,7 +319,7 @@ class _EqualQueries:
         return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D], in the same shape."""
+        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D]; the result has the same shape."""
         units, queries, heads, size = q.shape
         kv_heads = self.k_cache.shape[2]
         group = heads // kv_heads
@@ -354,7 +354,7 @@ class _EqualQueries:
         return out / total
 
     def _of_rows(self, values: Tensor, group: int, rows: Tensor) -> Tensor:
-        """Spread per-head `values` [heads] over the rows: [kv_heads, tiles, TILE, 1]."""
+        """Expand per-head `values` [heads] to one value for each row: [kv_heads, tiles, TILE, 1]."""
         _, kv_heads, tiles, tile, _ = rows.shape
         heads = torch.arange(tiles * tile, device=values.device) % group
         return values.view(kv_heads, group)[:, heads].view(kv_heads, tiles, tile, 1)
@@ -366,7 +366,9 @@ class _EqualQueries:
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return the first tile with a query that sees key `start`. The longest context sees the key earliest."""
+        """Return the first tile with a query that sees key `start`. That tile belongs to the sequence with the longest
+        context.
+        """
         first_query = start - (self.contexts[0] - self.num_queries)
         return max(0, first_query) * group // tile
 
@@ -410,7 +412,9 @@ def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split keep their bits."""
+    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split `right` keep their
+    bits.
+    """
     (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
     seen = right_peak != -torch.inf
     peak = torch.maximum(left_peak, right_peak)
@@ -460,7 +464,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
 
 
 def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
+    """Return the contents of the N slots `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
     is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
     return memory[slots.clamp(min=0)].masked_fill(is_fresh, 0.0)
 

@@ -19,8 +19,8 @@ BACKENDS = ("cpu", "triton", "reference")
 class SelectedBackend:
     """The backend for a model.
 
-    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can capture the backend's
-    calls.
+    `note`: the reason that `auto` fell back to a slower backend; empty if it did not. `can_capture`: whether a
+    CUDA graph can capture the backend's calls.
     """
 
     name: str

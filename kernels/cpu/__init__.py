@@ -34,7 +34,9 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the decoder."""
+    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the
+    decoder.
+    """
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"

@@ -283,7 +283,9 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """Return `raw` with `layer_types`. If a file lacks `layer_types`, layer i gets `other` if `is_other(i)`, else FULL."""
+    """Return `raw` with `layer_types`. If a file lacks `layer_types`, layer i gets `other` if `is_other(i)`, else
+    FULL.
+    """
     count = raw.get("num_hidden_layers")
     # `num_hidden_layers` has not been validated yet.
     if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:

@@ -1,15 +1,15 @@
 """Attention over the paged cache.
 
 Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
-cache. The code that writes the cache must keep one promise: values in the cache are finite. A token with a non-finite
-key or value has a key of NaN in all elements. With this promise, a token that a query does not see adds nothing to the
-query's result. A visible token with a key of NaN makes the result NaN.
+cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. A token with a
+non-finite key or value has a key of NaN in all elements. Since V is finite, a token that a query does not see adds
+nothing to the query's result. A visible token with a key of NaN makes the result NaN.
 
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
 needed, because a matrix instruction has a minimum size. A product is queries [ROWS, D] by keys [D, KEYS], or weights
-[ROWS, KEYS] by values [KEYS, D]. Each warp has its own rows. Weights therefore stay in the registers where their scores
-were computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and the same
-number of warps, so the compiled tile fixes the order of a row's sums.
+[ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Weights therefore stay in the registers where their
+scores were computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and
+the same number of warps, so the compiled tile fixes the order of a row's sums.
 
 The key axis is cut at absolute multiples of PARTITION. Each partition is reduced from scratch by online softmax
 (Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. Two
@@ -56,7 +56,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 class _Inputs(NamedTuple):
     """The inputs of all kernels.
 
-    `tables`: the block tables. `scale`: factor of the scores, which are exponents of 2. `sinks`: [heads], or None.
+    `tables`: the block tables. `scale`: the factor of the scores, which includes log2(e), since the kernels use scores
+    as exponents of 2. `sinks`: [heads], or None.
     """
 
     q: Tensor
@@ -70,7 +71,7 @@ class _Inputs(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The assignment of sequences to kernels. The tensors are int64.
+    """The assignment of a batch's sequences to the kernels. The tensors are int64.
 
     `decodes`: [n], the sequences with one query. `tiles`: [n, 2], the sequence and the number of each tile of rows, for
     the other sequences. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
@@ -139,8 +140,8 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Compute the sequences that `places` lists. Without `listed`, compute all sequences; query i belongs to sequence
-    i.
+    """Compute attention for the sequences that `places` lists. Without `listed`, compute attention for all sequences;
+    query i belongs to sequence i.
 
     `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
     """
@@ -163,7 +164,7 @@ def _most_partitions(longest: int, window: int) -> int:
 
 
 def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
-    """Compute the tiles of a plan."""
+    """Compute attention for the tiles of a plan."""
     kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     sinks, which = _sinks(inputs)
@@ -189,7 +190,7 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Return the constants of all kernels. `SIZE`: D padded to a size that a tile may have."""
+    """Return the compile-time constants that all kernels share. `SIZE`: D padded to a size that a tile may have."""
     size = max(64, _power_of_2(q.shape[2]))
     return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
 
@@ -413,7 +414,7 @@ def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _capped(scores, SOFT_CAP: tl.constexpr):
-    """Return SOFT_CAP * tanh(score / SOFT_CAP). Scores and results are exponents of 2."""
+    """Return SOFT_CAP * tanh(score / SOFT_CAP). The argument and the result are exponents of 2."""
     decay = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
     capped = (1.0 - decay) / (1.0 + decay) * (SOFT_CAP * _LOG2_E)
     return tl.where(scores < 0, -capped, capped)
@@ -423,8 +424,8 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 def _add_tile(peak, total, out, scores, v):
     """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
 
-    The highest score of a tile may ignore a NaN score. The weight of that score is still NaN and makes `total` and
-    `out` NaN.
+    The computation of a tile's highest score may ignore a NaN score. The weight of that score is still NaN and makes
+    `total` and `out` NaN.
     """
     highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
@@ -458,8 +459,8 @@ def _add_sinks(peak, total, out, sinks_ptr):
 
 @device_function
 def _base(peak):
-    """Return the score to subtract from all scores: the highest one, or 0 if no key was seen, since -inf - -inf
-    is NaN.
+    """Return the score to subtract from all scores: the highest score, or 0 if no key was seen, since -inf - -inf is
+    NaN.
     """
     return tl.where(peak == -float("inf"), 0.0, peak)
 

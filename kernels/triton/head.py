@@ -130,10 +130,10 @@ def _reduce_section_kernel(
     V: tl.constexpr,
     SECTION: tl.constexpr,
 ) -> None:
-    """One section of one row: the parts that `_fold_sections_kernel` reads.
+    """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
     `peaks`, `totals`: the highest logit of the log-prob's distribution, and the sum of exp(logit - peak). `bests`,
-    `best_ids`: the highest score in the choice of the token, and the lowest id with this score. NaN ranks highest.
+    `best_ids`: the highest score by which the token is chosen, and the lowest id with this score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -174,7 +174,9 @@ def _fold_sections_kernel(
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One row: its token, the token's log-prob, whether the result is valid, and the folded sums of its sections."""
+    """One program per row: the row's token, the token's log-prob, whether the result is valid, and the folded sums of
+    the row's sections.
+    """
     row = tl.program_id(0).to(tl.int64)
     sections = tl.arange(0, SPAN)
     parts, real = row * SECTIONS + sections, sections < SECTIONS
@@ -210,7 +212,7 @@ def _statistics_kernel(
     SECTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One row: the log-probs of `count` of its logits, and its entropy."""
+    """One program per row: the log-probs of `count` of the row's logits, and the entropy of the row."""
     row = tl.program_id(0).to(tl.int64)
     peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)

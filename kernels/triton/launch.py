@@ -2,8 +2,9 @@
 
 The layout of a tile determines the order of its sums. The compiler chooses layouts by the known properties of a
 kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16 bytes, which each
-launch checks. The compiler knows the types of numbers, but not their values. Any value that may influence a layout is a
-constant of the kernel. `describe_settings` reports the compiler settings that the environment can still change.
+launch checks. Of an argument that is a number, the compiler knows the type but not the value. Any value that may
+influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that the environment
+can still change.
 
 Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
 compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.
@@ -52,7 +53,8 @@ _NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 class Launch:
     """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
 
-    `grid`, `values`: the grid and arguments of one launch. For a tensor, the value is its size in bytes.
+    `grid`, `values`: the grid and arguments of one launch. For a tensor argument, the value is the tensor's size in
+    bytes.
     """
 
     kernel: Any
@@ -67,7 +69,7 @@ class Launch:
 def _pinned() -> dict[str, Any]:
     """Return compiler options that change bits and that the environment could otherwise set.
 
-    A version of Triton that lacks one of these options always behaves like the value set here.
+    A version of Triton that lacks one of these options always behaves as if the option had the value set here.
     """
     wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
     return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
@@ -145,7 +147,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context in which this thread's launches are listed instead of run, on any device."""
+    """Context in which this thread's launches are recorded instead of run, on any device."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -174,7 +176,9 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
 
 
 def describe_fault(error: OSError) -> str:
-    """Return an error text for an error during compilation, in Triton's cache or in a program of the compiler."""
+    """Return the text for an error that occurred during compilation, either in Triton's cache or in a program that
+    compiles kernels.
+    """
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
         return f"TRITON_CACHE_DIR: cannot use this folder for compiled kernels: {error}; name another folder"
@@ -182,7 +186,7 @@ def describe_fault(error: OSError) -> str:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile, and log their progress towards `total` forms."""
+    """A pool of threads that compile forms, and log how many of the `total` forms are done."""
 
     def __init__(self, total: int) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="compile")

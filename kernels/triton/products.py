@@ -1,29 +1,33 @@
-"""Products of tokens with weights. The bits of a product do not depend on the number of tokens.
+"""Products of tokens with weights. The bits of a product's elements do not depend on the number of tokens.
 
 An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
-pieces that K is cut into (split-K, `k_splits`). One chain of matrix instructions of 16 columns each sums a piece from
-zero in ascending order. The sums of the pieces are added to +0.0 in ascending order. The tile of a program, and the
-number of columns that a program loads at a time, may depend on the number of tokens. These choices do not affect the
-order of an element's additions. One program may sum all pieces of its tile, or each piece may have its own program,
-which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds 64 features
-(sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of the tile.
+pieces that K is cut into (split-K, `k_splits`). A piece is summed by one chain of matrix instructions, from zero and in
+ascending order, 16 columns at a time. The sums of the pieces are added to +0.0 in ascending order. The tile of a
+program, and the number of columns that a program loads at a time, may depend on the number of tokens. These choices do
+not affect the order of an element's additions. One program may sum all pieces of its tile, or each piece may have its
+own program, which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds
+64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of
+the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
-part of +0.0 therefore changes no bit. A weight with fewer pieces than the weights beside it has parts of +0.0.
+part of +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts are
++0.0.
 
-Owns the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own
-norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot use them in place;
-weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds some rows of a
-whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of rows.
+Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
+activation. Does not own norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot
+use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds
+some rows of a whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of
+rows.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
-programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a product
-takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as reading
-the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough tiles to occupy all
-SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more.
-Each piece has its own program if this saves more time than storing and folding the parts takes. A program that sums all
-pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
+programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, the time
+of a product is the time to read the weights from memory. With somewhat more tokens, the time of a product is close to
+the time to read the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough
+tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program
+reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
+program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
+as registers allow.
 """
 
 from __future__ import annotations
@@ -98,7 +102,9 @@ Way: TypeAlias = tuple[Tile, bool]
 
 
 class Factor(NamedTuple):
-    """Weights side by side with the same columns, and the number of pieces that each weight's columns are cut into."""
+    """Weights that one kernel multiplies side by side, all with the same number of columns, and the number of pieces
+    that each weight's columns are cut into.
+    """
 
     weights: tuple[Tensor, ...]
     pieces: tuple[int, ...]
@@ -113,7 +119,9 @@ class Factor(NamedTuple):
 
     @property
     def piece_lengths(self) -> list[int]:
-        """The lengths in units of `PIECE_UNIT`. The last piece of each weight may be shorter."""
+        """The length of each weight's pieces, in units of `PIECE_UNIT`. The last piece of each weight may be
+        shorter.
+        """
         return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
 
 
@@ -209,7 +217,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the fastest way to compute a product with this many tokens, by the cost model."""
+    """Return the way to compute a product with this many tokens that is the fastest by the cost model."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -220,8 +228,8 @@ def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> W
 
 
 def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
-    """Return all ways to multiply such weights side by side; all give the same bits. `pieces`: the most of any
-    weight.
+    """Return all ways to multiply weights of these shapes side by side; all ways give the same bits. `pieces`: the
+    largest number of pieces of any weight.
     """
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
@@ -419,7 +427,7 @@ def sums_of_pieces(
 def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.constexpr):
     """Add elements of parts [PIECES, tokens, width] to +0.0 in ascending order: float32 in the shape of `inside`.
 
-    `token` and `column` (a number or a tile each) select the elements; those not `inside` give 0.
+    `token` and `column` (a number or a tile each) select the elements; elements that are not `inside` give 0.
     """
     total = tl.zeros(inside.shape, tl.float32)
     for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]

@@ -1,7 +1,7 @@
 """Gated delta nets: the convolution, and the recurrence token by token.
 
 Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
-in the same order for prompts and decodes, so results do not depend on the ends of chunks.
+in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
 
 - The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of the state; columns are
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
@@ -41,10 +41,10 @@ _L2_EPS = tl.constexpr(L2_EPS)
 
 
 class _Places(NamedTuple):
-    """The places of a batch's rows. The tensors are int64, and are read only if `listed`.
+    """The places of a batch's rows. The tensors are int64, and the kernels read them only if `listed`.
 
-    `pieces`: [n, 2], sequence and first row of the rows that each program of a convolution takes. `starts`:
-    `query_starts`.
+    `pieces`: [n, 2], for each program of a convolution, the sequence and the first row that the program takes.
+    `starts`: `query_starts`.
     """
 
     listed: bool
@@ -103,8 +103,8 @@ def _places(batch: StateBatch) -> _Places:
 def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
     """Return the places of a batch, made once for all layers; None if every sequence has one row.
 
-    The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows also
-    has a piece, since a program must write the sequence's tail.
+    The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows has a
+    piece too, since some program must write the sequence's tail.
     """
     if starts == tuple(range(len(starts))):
         return None

@@ -3,10 +3,10 @@ products of q, k and v. The products themselves are in products.py.
 
 A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
 counterpart in the other half. Norms sum a row in an explicit order, neighbours first, which does not depend on the
-compiler's layouts. The norm of a head therefore has the same bits in every kernel. All other steps are elementwise, in
-float32.
+compiler's layouts. The norm of a head's query or key therefore has the same bits in every kernel. All other steps are
+elementwise, in float32.
 
-Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element of v is
+Attention relies on a guarantee of this module: every element of v in the cache is finite. A non-finite element of v is
 stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
 results of queries that see this token become NaN. For all other queries, this token has a finite v with weight zero.
 """
