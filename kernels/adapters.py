@@ -135,8 +135,8 @@ def check_tie(base: Any, is_tied: bool) -> None:
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(
-            "lm_head is trained separately from the embedding, but the model's config ties them, and so does a worker; "
-            "leave both modules out of modules_to_save and target_modules"
+            "lm_head is trained separately from the embedding, but the model's config and the workers tie the two "
+            "modules; leave both modules out of modules_to_save and target_modules"
         )
 
 

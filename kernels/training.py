@@ -348,7 +348,7 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            "model: its wrapper must pass `question` on to the model and return the answer (got a "
+            "model: its wrapper must pass `question` on to the model and return the model's result (got a "
             f"{type(found).__name__}); pass the model itself"
         )
     return found.real if found.is_complex() else found

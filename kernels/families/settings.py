@@ -204,7 +204,7 @@ class Settings(PreTrainedConfig):
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
 
-        Raise ModelError for a rotation that is not supported or does not rotate.
+        Raise ModelError for a rotation that is not supported or not valid.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
@@ -221,7 +221,8 @@ class Settings(PreTrainedConfig):
             raise _broken(error) from error
         if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
             raise ModelError(
-                f"rope parameters in config.json do not rotate (got {brief([*parameters.items()])}); correct the file"
+                f"rope parameters in config.json do not give a valid rotation (got {brief([*parameters.items()])}); "
+                "correct the file"
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale)
 

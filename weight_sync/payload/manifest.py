@@ -1,9 +1,9 @@
 """The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must contain.
 
-Owns the vocabulary that publisher, protocol and receiver share, the texts of errors about names, and the checksum of
-host memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker
-uses. An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut
-into pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
+Owns the types that publisher, protocol and receiver share, the texts of errors about names, and the checksum of host
+memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker uses.
+An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut into
+pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
 torch.
 """
 
@@ -53,7 +53,7 @@ class _Part(BaseModel):
 
 
 class Rows(_Part):
-    """Rows [start, start + length) of the tensor `name`, as bytes of its dtype.
+    """Rows [start, start + length) of the tensor `name`, as bytes in the tensor's dtype.
 
     `shape`: the shape of the whole tensor. The bytes lie at [offset, offset + num_bytes) of the bucket. The pieces of a
     tensor come in the order of its rows. `checksum`: None if the bucket has a word sum.
@@ -106,7 +106,8 @@ CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group that meets at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has rank `rank`.
+    """A process group, with members that meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has
+    rank `rank`.
 
     `backend`: gloo for buckets in host memory, nccl for buckets in GPU memory.
     """
@@ -146,7 +147,8 @@ class DiskSource(_Part):
 
 
 class LentSource(_Part):
-    """The staged weights of another worker of the same `kin`, lent for this worker to map without a copy.
+    """The staged weights of another worker of the same `kin`, which lends them so that this worker can map them without
+    a copy.
 
     The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
     descriptor `fd`. The source has no buckets.
@@ -169,13 +171,15 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. Slow for data with many errors."""
+    """Return the location and message of the first validation error, shortened. Slow for data with many validation
+    errors.
+    """
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 
 
 def _checksums(values: Any) -> dict[str, int]:
-    """Validate a map of checksums. Stop at the first error, since pydantic would describe every one."""
+    """Validate a map of checksums. Stop at the first error, since pydantic would describe every error."""
     if not isinstance(values, dict):
         raise ValueError("expected a map")
     for name, value in values.items():
@@ -201,7 +205,7 @@ def _base(values: Any) -> tuple[tuple[str, int], ...] | None:
 
 
 def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
-    """Validate an array of rows that each have a unique name and `length` - 1 other values."""
+    """Validate an array of rows. Each row must have a unique name and `length` - 1 other values."""
     if not isinstance(values, list | tuple):
         raise ValueError("expected an array")
     names: set[str] = set()
@@ -215,12 +219,13 @@ def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
 
 
 class Adapters(_Part):
-    """The adapters of a push. Each adapter adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]; see
+    """The adapters of a push. Each adapter adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]. See
     `Backend.merge`.
 
-    `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push with
-    every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. The
-    worker uses its own values of these parameters from before adapters, and these values must have the given checksums.
+    `weights`: (name, rank, scale) for each W; A and B are sent as tensors (see `factor_names`). `base`: None for a push
+    with every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. For
+    these parameters, the worker uses the values that it had before any adapter was added. The checksums of these values
+    must match the checksums in `base`.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]
@@ -261,8 +266,8 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters that differ from `dtype`. `parts`: parts that may
-    come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: parts
+    that may come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
     """
 
     @property
@@ -303,13 +308,15 @@ def spellings_of(wanted: Parameters) -> Spellings:
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return the own dtypes of parameters (`Parameters.dtypes`), by the names of the parameters and of their parts."""
+    """Return `Parameters.dtypes`, the dtypes other than the common dtype, by the names of the parameters and of their
+    parts.
+    """
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:
-    """Return an error text for a name that is not a parameter, with advice."""
+    """Return an error text, with advice, for a name that is not a parameter's name."""
     if name in wanted.tied:
         return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send only that tensor"
     if name in wanted.ignored:

@@ -23,23 +23,25 @@ Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
 
 
 class Message(BaseModel):
-    """A message or a part of a message. Unknown fields, wrong types and values out of range are refused."""
+    """Base class of messages and of parts of messages. Unknown fields, wrong types and values out of range are
+    refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. This call ends a push that is still in progress.
+    """Call that begins a push of weights. This call aborts any other push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
-      to the worker's weights from before adapters.
+      to the weights that the worker had before any adapter was added.
     - `allow_older`: accept a version that is not later than the served version.
-    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates no
-      tokens between the opening of the source and the commit.
+    - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
+      worker opens the push's source until the commit, the worker generates no tokens.
     - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
-    - `timeout`: limit on every other wait in this push, in seconds.
+    - `timeout`: limit in seconds on each wait in this push that is not a drain of running requests.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -76,7 +78,7 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Call that asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+    """Call that checks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -85,7 +87,7 @@ class VerifyPush(Message):
 
 
 class CommitPush(Message):
-    """Call that asks to serve the verified weights from the next step on.
+    """Call that makes the worker serve the verified weights from the engine's next step on.
 
     `timeout`: limit on a `drain` of running requests, in seconds.
     """
@@ -98,8 +100,8 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. Aborting an unknown push is a no-op. A committed push stays committed, as the reply
-    shows.
+    """Call that aborts a push. Aborting an unknown push is a no-op. Aborting a committed push has no effect, and the
+    reply shows the phase `committed`.
     """
 
     type: Literal["abort_push"] = "abort_push"
@@ -113,9 +115,9 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """The parameters that a push must contain, and the weights that the worker serves.
+    """The parameters that a push must contain, and the version of the weights that the worker serves.
 
-    - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
+    - `dtype`: dtype of pushes. `dtypes`: for each parameter that is pushed in a dtype other than `dtype`, that dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
       of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
@@ -123,7 +125,8 @@ class Weights(Message):
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
-    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot share memory.
+    - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot
+      share memory.
     - `instance`: see `Health`.
     """
 

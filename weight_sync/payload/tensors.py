@@ -52,7 +52,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def raw_bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements of a contiguous tensor in host memory as integers with the same bits: a flat view."""
+    """Return a flat view of a contiguous tensor in host memory, with its elements as integers with the same bits."""
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
@@ -96,11 +96,11 @@ def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int,
 def word_sum(data: torch.Tensor) -> int:
     """Return the checksum of a flat uint8 tensor on any device, in [0, 2**64). Synchronizes the device once.
 
-    The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word i becomes h(w ^ i * c),
-    where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood, 2014). The sum of all words
-    is taken modulo 2**64, in any order, so that every device computes the same sum. As h is a bijection, every change
-    within one word is detected. Moved words, or several changed words, go undetected with probability 2**-64 if h is
-    taken as random.
+    The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word w with index i is
+    replaced by h(w ^ i * c), where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood,
+    2014). The sum of all words is taken modulo 2**64, in any order, so that every device computes the same sum. As h is
+    a bijection, every change within one word is detected. Moved words, or several changed words, go undetected with
+    probability 2**-64 if h is taken as random.
     """
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     rest = torch.nn.functional.pad(data[whole:], (0, whole + _WORD_BYTES - len(data)))
@@ -111,7 +111,7 @@ def word_sum(data: torch.Tensor) -> int:
 
 
 def _hash_words(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the hashes of words, the first of which has index `start`. int64 wraps around on every device."""
+    """Return the hashes of words; the first word has index `start`. int64 wraps around on every device."""
     hashed = torch.arange(start, start + len(words), device=words.device).mul_(_INCREMENT).bitwise_xor_(words)
     for shift, factor in _ROUNDS:
         _xor_shifted(hashed, shift).mul_(factor)

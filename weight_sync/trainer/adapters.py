@@ -1,7 +1,7 @@
 """The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if torch's version
-counter, or the tensor's memory, shows a change. Keeps no tensor alive.
+Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if the tensor's version
+counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
 class Checksums:
-    """Checksums of tensors in some dtype, cached for as long as a tensor lives and shows no change."""
+    """Checksums of tensors, each in a given dtype. A checksum is cached for as long as its tensor lives and does not
+    change.
+    """
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
@@ -60,7 +62,7 @@ class TrainerAdapters:
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:
         if alone and not found.adapters:
-            raise PushError("adapters: none are enabled; enable them, or push without adapters")
+            raise PushError("adapters: no adapter is enabled; enable one, or push without adapters")
         self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
         self.is_alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
@@ -70,7 +72,7 @@ class TrainerAdapters:
         self.tensors = self._base | self.sent
 
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
-        """Return the adapters' description for workers that want these parameters.
+        """Return the description of the adapters that a push sends to workers that want these parameters.
 
         Consumes the base weights from `tensors`, so that the tensors to send come next. Raise PushError for names that
         the workers do not know, and for tied tensors that differ in the trainer.

@@ -4,14 +4,14 @@ The group is not the trainer's default group. Each push creates a new group, so 
 pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has
 buckets of its own. Traffic is neither encrypted nor authenticated: use it on a private network.
 
-Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
-each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo, and within
-the timeout with NCCL. `close` never waits.
+Owns: the store and its port, the group, the buffers. Does not own: the worker's end of a gloo group (`gloo_reader`).
+Promises: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
+and within the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may also keep a thread and connections. Such a worker may also keep a wait for a
-bucket until the timeout, and a thread that joins the group. A joining thread has no time limit. A joining thread ends
-when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
+broadcast times out. A worker that uses NCCL may keep a thread and connections too. A worker that uses NCCL may also
+wait for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. It
+ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
 exist, pushes through NCCL are refused.
 """
 
@@ -236,7 +236,7 @@ def _finish_joining(
 
 
 def _abandon(joining: Future[Any]) -> None:
-    """Release the group if the join still succeeds."""
+    """Release the group if the join succeeds later."""
     joining.add_done_callback(lambda done: None if done.exception() else _drop(done.result()))
 
 
@@ -271,7 +271,7 @@ def _explained() -> Iterator[None]:
 def _drop(group: Any, *held: object) -> None:
     """Release a group on a new thread, since the release waits for current operations, at most until their timeout.
 
-    `held`: operations and their memory, which a GPU may use until NCCL has aborted them.
+    `held`: operations and their memory, which a GPU may use until NCCL has aborted the operations.
     """
     if group is not None:
         groups, others = [group], [*held]

@@ -11,7 +11,7 @@ from ..payload.manifest import Bucket, Source
 
 
 class Slots(Protocol):
-    """The trainer's end of a transport, for one push. `slots`: uint8 memory for one bucket each.
+    """The trainer's end of a transport, for one push. `slots`: uint8 tensors, each with memory for one bucket.
 
     `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece, as for GPU memory.
     """
@@ -20,7 +20,9 @@ class Slots(Protocol):
     has_word_sums: bool
 
     def source(self, position: int) -> Source:
-        """Return the source from which the worker at this position reads the buckets."""
+        """Return the source from which a worker reads the buckets. `position`: the worker's index among the workers
+        that get buckets.
+        """
         ...
 
     def open(self) -> None:
@@ -54,8 +56,8 @@ class Reader(Protocol):
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that arrives without a call, with a function that reads its bytes. Check a bucket before
-        reading.
+        """Yield each bucket that arrives without a call, together with a function that reads the bucket's bytes. Check
+        a bucket before reading.
         """
         ...
 

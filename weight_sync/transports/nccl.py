@@ -1,4 +1,4 @@
-"""NCCL process groups in which a failure raises an error, and harms neither the process nor its other groups.
+"""NCCL process groups in which a failure raises an error, but does not end the process or affect its other groups.
 
 By default, an NCCL group has a watchdog thread that ends the process if an operation fails or takes too long, so that
 training does not hang. A group with blocking waits has no watchdog thread. An environment variable selects blocking

@@ -88,7 +88,7 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    """Create the memory and lock its file. The file stays open and locked as long as it is mapped."""
+    """Create the shared memory and lock its file. The file stays open and locked as long as it is mapped."""
     file = _create_locked(_FOLDER / name)
     try:
         os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process

@@ -55,6 +55,6 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
             others.append(name)
     if others:
         raise OtherBaseError(
-            f"adapters: were trained on other weights than this worker's ({list_names(others)} differ); push the model "
-            "without adapters=True once, which also sends the weights"
+            f"adapters: the adapters were trained on other weights than this worker's ({list_names(others)} differ); "
+            "push the model without adapters=True once, which also sends the weights"
         )

@@ -5,13 +5,13 @@
 - `Intake` owns the order of the buckets.
 - `Receiver`, the thread, owns the transport's reader (group, mapped memory), and owns the staging until the commit.
 
-Does not own: the places of pieces (`assembly`), the live weights, the commit, the socket.
+Does not own: where pieces are written (`assembly`), the live weights, the commit, the socket.
 
 Promises:
 
 - The receiver writes into live weights only once its source is open and `proceed` was called.
-- A call of a method blocks at most for the write of one piece, or for the merge of one weight with its adapter.
-- The receiver publishes `Reached` for each call. After `Broken`, the receiver publishes no more events.
+- A method call blocks at most until one piece is written, or until one weight is merged with its adapter.
+- The receiver publishes `Reached` for each call that succeeds. After `Broken`, the receiver publishes no more events.
 - The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
   workers drain).
 - A closed receiver does not write.
@@ -78,7 +78,7 @@ class CallQueue:
         self._patience = begin_seconds(begin)
 
     def put(self, call: Call | None) -> None:
-        """Add a call. None means that no more calls come."""
+        """Add a call. `call`: None means that no more calls come."""
         self._queue.put(call)
 
     def next(self) -> Call | None:
@@ -97,14 +97,14 @@ class CallQueue:
         return call
 
     def look_ahead(self) -> Call | None:
-        """Return the call that `next` would return without waiting, or None."""
+        """Return the call that `next` would return, or None if `next` would have to wait."""
         if self._ahead is None and not self._queue.empty():
             self._ahead = self._queue.get()
         return self._ahead
 
 
 class Closed(Exception):
-    """The push was closed before this operation."""
+    """The push was closed before an operation could begin."""
 
 
 class Writing:
@@ -128,7 +128,7 @@ class Writing:
             pass
 
     def check(self) -> None:
-        """Raise Closed if this is closed."""
+        """Raise Closed if the permission has ended."""
         if self.is_closed:
             raise Closed
 
@@ -139,7 +139,7 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay `close` until the writes of the context are done, including work on the device. Raise Closed if
+        """Delay `close` until the writes in this context are done, including work on the device. Raise Closed if
         closed.
         """
         with self._lock:
@@ -204,8 +204,8 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while the current bucket is copied. Errors of the next bucket are
-        reported in its turn.
+        """Fetch the next bucket, if it is announced, while the current bucket is copied. An error of the next bucket is
+        reported only when that bucket is read.
         """
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
@@ -258,13 +258,13 @@ class Receiver(threading.Thread):
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writes into the live weights. From now on, no code may read the live weights. Only for a push in place,
-        after `Opened`.
+        """Allow writes into the live weights. After this call, no code may read the live weights. Call `proceed` only
+        for a push in place, after `Opened`.
         """
         self._writing.allow_overwriting()
 
     def close(self) -> None:
-        """Make the thread end soon and free all resources. Waits at most for the piece or weight that is being
+        """Tell the thread to end soon and to free all resources. Waits at most until the current piece or weight is
         written.
 
         The receiver does not write after `close` has returned. An event in flight may still arrive.
@@ -362,7 +362,7 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only their location needs a check."""
+        """Map weights that another worker has verified. Only the location of the weights needs a check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
@@ -374,8 +374,8 @@ class Receiver(threading.Thread):
         except (OSError, OverflowError) as error:
             log.warning("cannot map the weights that process %d lends: %s", source.pid, error)
             raise PushError(
-                f"lent: cannot map the weights that process {source.pid} lends; check that this worker still runs, and "
-                "push again; the log of the worker that reports this has the cause"
+                f"lent: cannot map the weights that process {source.pid} lends; check that process {source.pid} still "
+                "runs, and push again; the log of the worker that raised this error has the cause"
             ) from None
         self._answer(begin.id, "begun")
         if not self._writing.is_closed and (call := self._calls.next()) is not None:
