@@ -9,7 +9,7 @@ which would change dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
-layout again. Packed weights are not cached, because torch's version counter misses changes through `.data`.
+layout anew. Packed weights are not cached, because torch's version counter misses changes through `.data`.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x [M, H], the gates [M] and one expert's four parameters, for the expert's M rows.
+    """Return, for the M rows that go to one expert, the gradients of x [M, H], of the gates [M] and of the expert's
+    four parameters.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -288,8 +289,8 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each of the `count` experts that occurs in `experts` [M, k], yield (expert, rows, columns) of its
-    occurrences.
+    """For each of the `count` experts that occurs in `experts` [M, k], yield the expert and the rows and columns in
+    which it occurs.
     """
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
@@ -528,7 +529,7 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 
 
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk and the state after it (Yang et al. 2024).
+    """Return the outputs of a chunk and the state after the chunk (Yang et al. 2024).
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i with the state
     that token i finds: the state before the chunk plus the changes by tokens j < i, with all decays up to token i. The
@@ -555,7 +556,7 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
-    """Return a request for the log-prob of one token in each row."""
+    """Return the `Wanted` that requests the log-prob of one given token in each row."""
     # The cast turns a temperature beyond float32 into infinity; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)
@@ -588,8 +589,8 @@ class _LogProbs(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
-        The probabilities come from the op's own logits. Division by a low temperature would turn a rounding difference
-        in the logits into a large error.
+        The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
+        would turn a rounding difference in the logits into a large error.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
@@ -671,7 +672,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply each row's experts, as `route` returns them, to x [M, H] and add `shared`: [M, H].
+        """Apply the experts that `route` returns for each row to x [M, H], and add `shared`: [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """

@@ -9,8 +9,8 @@ Equality means equal bits.
 - Matrix products accumulate over K in one order for every number of rows.
 - Attention reads keys and values back from the paged cache, as stored. Prefill and decode both split the key axis at
   absolute multiples of a length that each backend fixes. Each split is reduced in one order, and splits are folded from
-  left to right. A split that lies entirely before a query's window cannot change the query's result, so a backend may
-  skip the split.
+  left to right. A split that ends before a query's window cannot change the query's result, so a backend may skip the
+  split.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
   recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
@@ -21,8 +21,8 @@ Equality means equal bits.
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
 backend give equal bits. Results of different backends agree within rounding, but `merge` gives the same bits on every
-backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the bits of its steps run
-one by one, each rounded to the dtype.
+backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the same bits as its steps
+run one by one, with the result of each step rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -245,7 +245,9 @@ class TokenStatistics(NamedTuple):
 
 
 class Weight(Protocol):
-    """A matrix [rows, columns] in a layout that its backend's products read. A plain tensor is a `Weight` too."""
+    """A matrix [rows, columns] in the memory layout that the backend's matrix products need. A plain tensor is a
+    `Weight` too.
+    """
 
     @property
     def shape(self) -> torch.Size: ...
@@ -271,7 +273,7 @@ class Weight(Protocol):
     def narrow(self, dim: int, start: int, length: int, /) -> Self:
         """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0.
 
-        `start` is a multiple of 16. `length` is a multiple of 16 too, unless the rows reach the end of the weight.
+        `start` is a multiple of 16. `length` is a multiple of 16, unless the rows reach the end of the weight.
         """
         ...
 
@@ -312,7 +314,7 @@ class Backend(Protocol):
 
         The layers' tensors must be contiguous and must stay the same objects. The contents of these tensors may change,
         and their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
-        requires it.
+        requires contiguous tensors.
         """
         ...
 
@@ -382,10 +384,10 @@ class Backend(Protocol):
         """Return (experts, gates) for a router's logits [M, E]: int32 and float32 [M, top_k].
 
         A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
-        (int32 [M, top_k], ascending) is given, the experts are those in `chosen`. Returned experts are in ascending
-        order in each row. A gate is e^(logit - highest logit), divided by a sum of these exponentials, in float32. If
-        `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers all experts. A
-        row with NaN gets NaN gates and arbitrary distinct ids below E.
+        (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`. Returned experts
+        are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of these exponentials,
+        in float32. If `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers
+        all experts. A row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -398,7 +400,7 @@ class Backend(Protocol):
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply each row's experts, as `route` returns them, to x [M, H]: [M, H].
+        """Apply the experts that `route` returns for each row to x [M, H]: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
         row with `down` stays in float32. The bias is added and the gate is multiplied in float32. A row's experts are
@@ -431,8 +433,8 @@ class Backend(Protocol):
         v_cache: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Return the queries [M, heads, D] of x [M, H], as `layer.project` makes them, and store keys and values in the
-        caches as `write_kv` does.
+        """Return the queries [M, heads, D] of x [M, H], like `layer.project`, and store the keys and values in the
+        caches, like `write_kv`.
 
         With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
         """
@@ -469,9 +471,9 @@ class Backend(Protocol):
         """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
 
         Before SiLU, row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j. The sum is in
-        float32, starts with the oldest row, and is rounded once, after SiLU. The rows before a sequence's first row are
-        its tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail followed by the
-        sequence's rows.
+        float32, starts with the oldest row, and is rounded once, after SiLU. The K - 1 rows before a sequence's first
+        row are the sequence's tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail
+        followed by the sequence's rows.
         """
         ...
 
@@ -523,7 +525,8 @@ class Backend(Protocol):
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
-        The choice is `sample`; for greedy rows, it is the highest logit with the lowest id.
+        The token is chosen by `sample`; for greedy rows, it is the token with the highest logit (the lowest id if
+        several logits are equal).
         """
         ...
 

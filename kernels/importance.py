@@ -48,10 +48,10 @@ class Diagnostics(NamedTuple):
 
     `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
     "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
-    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but one
-    large ratio dominates it. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of the tokens.
-    `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest ratio. If a ratio
-    exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
+    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but a
+    single large ratio dominates the mean. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of
+    the tokens. `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest
+    ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
     """
 
     k1: float
@@ -108,8 +108,8 @@ def masked_weights(
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
     `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
-    of the policies are dropped instead of trained on with a smaller weight. The method is known as MIS (Liu, Li et al.
-    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    of the two policies are dropped. They are not trained on with a smaller weight. The method is known as MIS (Liu, Li
+    et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
     richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
     Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
     loss that divides by the number of tokens must decide whether to count dropped tokens.
@@ -132,8 +132,8 @@ def diagnose(
 ) -> Diagnostics:
     """Return the measures to log at each training step.
 
-    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses; for
-    truncated weights, pass their `cap` as `high`.
+    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses. If the
+    loss uses truncated weights, pass the `cap` of `truncated_weights` as `high`.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)

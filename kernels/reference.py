@@ -115,7 +115,7 @@ def _whole_columns(x: Tensor) -> Tensor:
 
 
 def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
-    """Pad x [M, K] with zero rows and cut it into at least one tile [ROW_TILE, K]."""
+    """Pad x [M, K] with rows of zeros, and cut x into one or more tiles [ROW_TILE, K]."""
     padding = -len(x) % ROW_TILE if len(x) else ROW_TILE
     return F.pad(x, (0, 0, 0, padding)).split(ROW_TILE)
 
@@ -507,7 +507,9 @@ def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
-    """Return each token's decay of the states, [M, value_heads, 1, 1], and its update rate, [M, value_heads, 1]."""
+    """Return the decay of the states at each token, [M, value_heads, 1, 1], and the update rate of each token, [M,
+    value_heads, 1].
+    """
     wide = a.float() + weights.bias.float()
     softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
     decays = torch.exp(-torch.exp(weights.decay.float()) * softplus)
@@ -561,8 +563,8 @@ def _tiles(wanted: Wanted) -> list[Wanted]:
 
 
 def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token ids, the logits that their log-probs are computed from, and whether the tokens' logits are
-    finite.
+    """Return the token ids, the logits from which the log-probs of these tokens are computed, and whether the tokens'
+    logits are finite.
     """
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)

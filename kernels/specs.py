@@ -1,7 +1,7 @@
 """The description of a decoder in plain numbers, which worker and trainer both read.
 
 A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines the computation of a layer, and
-`contract` defines the ops of a layer. Each backend states the specs that it supports.
+`contract` defines the ops of a layer. Each backend reports the specs that it supports.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class AttentionSpec:
     tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
     separately, or all heads at once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the
-    sigmoid of a gate. In the product with q's weights, each head's query is followed by its gate. `rotated`: the number
-    of leading elements of a head that are rotated; None for all elements. `sinks`: each head has an extra score, a
-    learned weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the product back to
-    hidden states has a bias.
+    sigmoid of a gate. In the product with q's weights, the query of each head is followed by the gate of the head.
+    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: each head has
+    an extra score, a learned weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the
+    product back to hidden states has a bias.
     """
 
     num_heads: int
@@ -75,9 +75,9 @@ class DeltaNetSpec:
 
     Each value head has a state [key_head_dim, value_head_dim]. Each key head serves the same number of consecutive
     value heads. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current one.
-    `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from one
-    matrix, and the gates of the recurrence from a second matrix, with rows ordered by key head. Otherwise there are
-    four matrices: one for q, k and v, and one for each gate.
+    `norm`: the norm of each head's output, before the output gate. `joined`: one matrix computes q, k, v and the output
+    gate, and a second matrix computes the gates of the recurrence. The rows of both matrices are ordered by key head.
+    Without `joined`, there are four matrices: one for q, k and v together, and one for each of the three gates.
     """
 
     num_key_heads: int
@@ -149,7 +149,7 @@ class LayerSpec:
     """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. Mixer and MLP each add their
     output to their input.
 
-    `norm` applies before the mixer and before the MLP, after each of the two, or in both places.
+    `norm` applies before the mixer and the MLP, after the mixer and the MLP, or both before and after.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -234,7 +234,7 @@ PLAIN = WeightSpec()
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder, and the names of its weights in a checkpoint.
+    """A decoder, including the names of the decoder's weights in a checkpoint.
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the factor of the embeddings, which is first rounded to the
     dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names by role, without

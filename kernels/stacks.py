@@ -1,8 +1,8 @@
 """The matrices of a layer's experts in one weight of the backend.
 
-A backend holds the E experts' matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor of the same
-elements, [E, R, C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single elements of a tensor,
-in the checkpoint's layout.
+A backend holds the E experts' matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor with the same
+elements, either in the shape [E, R, C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single
+elements of a tensor, in the checkpoint's layout.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ tokens.
 passes of these modules inside the model: decoder, embedding, layers, last norm and head. Parameters, names and
 checkpoints stay unchanged. `unalign` restores the original forward passes. An aligned forward pass drops padding,
 computes the tokens of all sequences as rows, and keeps no KV cache. A layer computes `layer.run_layer` with
-`autograd.GradientOps`. Each of these modules is called and reads its own parameters during the call; the model is
-called through its wrapper. Hooks that a wrapper adds to these modules therefore run, for example to gather weights or
-to reduce gradients. The modules inside a layer are never called: the layer reads their parameters.
+`autograd.GradientOps`. Each module with a replaced forward pass is called and reads its own parameters during the call;
+the model is called through its wrapper. Hooks that a wrapper adds to an aligned module therefore run, for example to
+gather weights or to reduce gradients. The modules inside a layer are never called: the layer reads the parameters of
+these modules.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
 bit-identical to the worker's, for any micro-batch, padding or packing. `token_statistics` returns values that are
@@ -170,9 +171,9 @@ def aligned_with(model: Any) -> Arithmetic:
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
-    Each tensor has its name without PEFT. Tensors are in `dtype`, except tensors for which the family fixes another
-    dtype. Adapters are merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for
-    a model without PEFT, or with adapters that `align` does not support.
+    Each tensor has the name that it would have without PEFT. Tensors are in `dtype`, except tensors for which the
+    family fixes another dtype. Adapters are merged into the weights (`Backend.merge`, the same bits on any device).
+    Raise AlignmentError for a model without PEFT, or with adapters that `align` does not support.
     """
     adapted = adapted_inside(model)
     if adapted is None:
@@ -314,7 +315,7 @@ def _ask_of_tokens(
     """Return the indices of the tokens to score in flat `input_ids`, and the result of `what` for these tokens, sealed
     by `_sealed`.
 
-    `what`: `GradientOps.log_probs`, or a function with its arguments.
+    `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """
     spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
@@ -466,7 +467,7 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 def _as_computed(
     name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
+    """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
 
     The tensor is in the dtype `own` if given, else in the dtype of hidden states x.
     """
@@ -653,9 +654,10 @@ def _check_model(model: Any) -> DecoderSpec:
 
 
 def _check_parameters(spec: DecoderSpec, model: Any) -> None:
-    """Raise AlignmentError unless layers have the parameters of the spec and all parameters share one dtype.
+    """Raise AlignmentError unless the layers have the parameters that the spec requires, and all parameters share one
+    dtype.
 
-    Parameters with their own dtype in the spec need not share the common dtype.
+    If the spec fixes the dtype of a parameter, that parameter need not have the common dtype.
     """
     own: set[int] = set()
 

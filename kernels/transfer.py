@@ -1,4 +1,4 @@
-"""CUDA streams, and copies between host and device that block only when their contents are needed.
+"""CUDA streams, and copies between host and device. A copy blocks only when its contents are needed.
 
 On a CPU, `to_device` copies nothing. For tensors on a CPU, `HostCopies` copies immediately, so the source tensors may
 change afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
@@ -79,7 +79,7 @@ class HostCopies:
         self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies and return them."""
+        """Wait for the copies, and return the copied tensors."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._hosts

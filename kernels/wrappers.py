@@ -1,4 +1,4 @@
-"""The wrappers that trainers put around a transformers model or its weights, and the subset that is supported.
+"""The wrappers that trainers put around a transformers model or its weights, and the wrappers that are supported.
 
 A wrapper is supported if all of its work runs when the wrapped module is called. Some wrappers are modules around
 another module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a
@@ -52,7 +52,7 @@ def _is_adapted(model: Any) -> bool:
 
 
 def plain_class(found: type) -> type:
-    """Return the class of a module, without the class that `fully_shard` puts before it."""
+    """Return the class of a module, without the class that `fully_shard` puts in front of the original class."""
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
 
 

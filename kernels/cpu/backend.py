@@ -121,10 +121,9 @@ class PackedWeight:
 
 
 class PackedLayers(tuple[Layer, ...]):
-    """Layers with the location of their tensors: each tensor's storage, and the tensor's offset in the storage. Tensors
-    may share a storage. `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers
-    between a layer's steps, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a
-    delta net.
+    """Layers, with the storage of each tensor and the tensor's offset in that storage. Tensors may share a storage.
+    `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between a layer's
+    steps, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
 
     Addresses are not kept, since a storage's memory may be freed and allocated again elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
@@ -142,7 +141,9 @@ class PackedLayers(tuple[Layer, ...]):
         self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
 
     def addresses(self) -> Tensor:
-        """Return an int64 array of `LayerPointers` (native/api.h). The array is valid for one call."""
+        """Return an int64 array of `LayerPointers` (native/api.h). The returned array is valid for one call of the
+        kernel.
+        """
         addresses = self._offsets
         for storage, lie_there in self._storages:
             addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
@@ -184,8 +185,8 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors of `MlpPointers` or `ExpertsPointers`, in its order. The tensors of `MlpPointers` are padded
-    with None to the length of `ExpertsPointers`.
+    """Return the tensors that `MlpPointers` or `ExpertsPointers` points to, in the order of the struct. The tensors of
+    `MlpPointers` are padded with None to the length of `ExpertsPointers`.
     """
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights)

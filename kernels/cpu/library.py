@@ -1,4 +1,4 @@
-"""The shared library of the native kernels, which lies beside this file and is loaded once.
+"""The shared library of the native kernels, a file next to this module that is loaded once.
 
 native/api.h declares the library's C interface. The argument types of the functions are read from native/api.h. A
 library that was compiled from a different native/api.h is refused.

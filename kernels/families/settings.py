@@ -342,8 +342,8 @@ def expect(settings: Any, **others: Any) -> None:
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the fraction of a head that is rotated. If types of layers have different fractions, return one that is
-    not 1.0.
+    """Return the fraction of a head that is rotated. If the types of layers have different fractions, return a fraction
+    other than 1.0.
     """
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]

@@ -8,12 +8,12 @@ nothing to the query's result. A visible token with a key of NaN makes the resul
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
 needed, because a matrix instruction has a minimum size. A product is queries [ROWS, D] by keys [D, KEYS], or weights
 [ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Weights therefore stay in the registers where their
-scores were computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and
-the same number of warps, so the compiled tile fixes the order of a row's sums.
+scores were computed, and a row's highest score and sum need no shared memory. All programs use the same tile shape and
+the same number of warps, so the compiled kernel fixes the order of a row's sums.
 
-The key axis is cut at absolute multiples of PARTITION. Each partition is reduced from scratch by online softmax
-(Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. Two
-variants use the same functions, so a query gets the same bits from either variant:
+The key axis is cut at absolute multiples of PARTITION. Each partition is reduced separately by online softmax (Milakov
+and Gimelshein 2018), one tile of KEYS keys after the other. The partitions are folded from left to right. Two variants
+use the same functions, so a query gets the same bits from either variant:
 
 - Sequences with one query: several programs share the partitions of a sequence and key-value head, and a second kernel
   folds their results from a workspace. Each key and value is read once. The workspace takes D + 2 float32 numbers per
@@ -27,7 +27,7 @@ the sink after the last partition, with the same function.
 A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the row's first key,
 the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
 A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first tile, a
-program reads no key before the windows, so the block table may hold any entry for such keys.
+program reads no key before the windows, so the block table may hold any entry for keys before the windows.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def paged_attention(
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
-    are float32. Weights are rounded to the dtype before they multiply values. With `batch.lens`, the computation
-    depends only on tensors on the device. Block table entries for tokens before the windows of all of a sequence's
-    queries may be any block.
+    are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
+    computation depends only on tensors on the device. Block table entries for tokens before the windows of all of a
+    sequence's queries may be any block.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -128,8 +128,8 @@ def _plan(
 ) -> _Plan:
     """Return the plan of a batch, made once for all layers.
 
-    The plan's copy to the device is queued on `stream`, so no other stream may read the plan. Within a sequence, the
-    tiles that see the most keys come first.
+    The plan's copy to the device is queued on `stream`, so no other stream may read the plan. The tiles of a sequence
+    are listed in descending order of the number of keys that they see.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // ROWS) if count > 1 else 0 for count in queries]
@@ -143,7 +143,8 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     """Compute attention for the sequences that `places` lists. Without `listed`, compute attention for all sequences;
     query i belongs to sequence i.
 
-    `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
+    `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context
+    lengths.
     """
     q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
     group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
@@ -376,8 +377,8 @@ def _partition(
     """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
-    before the first visible key or after the last token may belong to another sequence. For such keys, the first
-    visible key or the last token is read instead.
+    before the first visible key or after the last token may belong to another sequence. Instead of a key that may
+    belong to another sequence, the first visible key or the last token is read.
     """
     d = tl.arange(0, SIZE)
     oldest, start, end, last = seen
@@ -450,7 +451,7 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
 
 @device_function
 def _add_sinks(peak, total, out, sinks_ptr):
-    """Add a sink to each row of a partial softmax: one more score, with a value of zero."""
+    """Add a sink to each row of a partial softmax: an additional score with a value vector of zeros."""
     sink = tl.load(sinks_ptr).to(tl.float32) * _LOG2_E
     base = _base(tl.maximum(peak, sink, propagate_nan=tl.PropagateNan.ALL))
     kept = tl.exp2(peak - base)

@@ -5,8 +5,8 @@ cuts each expert's list into tiles. A program multiplies one tile of pairs by so
 expert's weight is therefore read once for each tile of the expert's pairs. The host does not know the number of tiles:
 the grid has the largest possible size, and programs beyond the last tile end immediately.
 
-A product follows the rules of `products`. Rows lie on the N side of the matrix instruction. The shape of one expert's
-weight determines the pieces of K. One program sums all pieces in ascending order. Each element of a product is
+A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
+expert's weight determines the pieces of K. One program sums all pieces in ascending order. Each element of a product is
 therefore bit-identical to `linear` with that expert alone, whatever other rows are in the list. The products with
 `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of a row by
 ascending expert id. No kernel adds floats atomically.
@@ -56,8 +56,8 @@ _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
-    `pairs`: [pairs]. `tiles`: [most, 3], the expert of a tile, and its start and end in `pairs`. `counts`: [experts +
-    1], the number of pairs of each expert, then the number of tiles.
+    `pairs`: [pairs]. `tiles`: [most, 3], for each tile its expert, and the tile's start and end in `pairs`. `counts`:
+    [experts + 1], the number of pairs of each expert, then the number of tiles.
     """
 
     pairs: Tensor
@@ -92,7 +92,8 @@ def experts(
     gates: Tensor,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """Apply each row's experts to x [M, H], add them by ascending id in float32, and add `shared` [M, H]: [M, H].
+    """Apply each row's experts to x [M, H], add the outputs by ascending expert id in float32, and add `shared` [M, H]:
+    [M, H].
 
     Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
     """
@@ -196,8 +197,8 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i and their gates. If `CHOSEN`, the experts are given; otherwise the program
-    chooses the experts with the highest logits.
+    """Program i: the experts of row i, and the gates of these experts. If `CHOSEN`, the experts are given; otherwise
+    the program chooses the experts with the highest logits.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
@@ -383,7 +384,7 @@ def _down_kernel(
 
 @device_function
 def _tile_of_program(tiles_ptr, TOKENS: tl.constexpr):
-    """Return (expert, places in the lists, end of the tile) for the tile of this program."""
+    """Return (expert, indices into the lists, end of the tile) for the tile of this program."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     return tl.load(tile_ptr), tl.load(tile_ptr + 1) + tl.arange(0, TOKENS), tl.load(tile_ptr + 2)
 

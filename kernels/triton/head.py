@@ -73,7 +73,9 @@ def _choose(
 def _choose_and_sum(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_choose`, each row's highest logit, and its sum of exp(logit - highest), float32 [M]."""
+    """Return the results of `_choose`, and for each row the highest logit and the sum of exp(logit - highest), each
+    float32 [M].
+    """
     rows, vocab_size = logits.shape
     sections = -(-vocab_size // SECTION)
     asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
@@ -241,7 +243,7 @@ def _count_kept_kernel(
     """Count how many of a row's logits, in descending order, the filters keep. The count of a row with NaN is
     arbitrary.
 
-    All logits after the first dropped logit are dropped too, so that rounding leaves no gap.
+    All logits after the first dropped logit are dropped, so that rounding cannot keep a logit below a dropped logit.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -300,5 +302,7 @@ def _nan_as_highest(x: tl.tensor) -> tl.tensor:
 
 @device_function
 def _zero_if_none(peak: tl.tensor) -> tl.tensor:
-    """Return the value to subtract from logits: their peak, or 0 if all are -inf, so that exp gives 0 and not NaN."""
+    """Return the value to subtract from logits: the highest logit, or 0 if all logits are -inf, so that exp gives 0 and
+    not NaN.
+    """
     return tl.where(peak == -float("inf"), 0.0, peak)

@@ -1,10 +1,10 @@
 """Compile and launch kernels, with the settings that change bits pinned.
 
-The layout of a tile determines the order of its sums. The compiler chooses layouts by the known properties of a
-kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16 bytes, which each
-launch checks. Of an argument that is a number, the compiler knows the type but not the value. Any value that may
-influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that the environment
-can still change.
+The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
+properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
+bytes, which each launch checks. Of an argument that is a number, the compiler knows the type but not the value. Any
+value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that
+the environment can still change.
 
 Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
 compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.
@@ -157,14 +157,16 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def compile_form(launch: Launch, **options: Any) -> Any:
-    """Compile a form for the current device, unless it is in one of Triton's caches, and return Triton's result."""
+    """Compile a form for the current device, or load it from one of Triton's caches, and return Triton's compiled
+    kernel.
+    """
     arguments = [MockTensor(kind[1:]) if kind[0] == "*" else _NUMBERS[kind] for _, kind in launch.types]
     settings = dict(launch.constants) | _options(launch.warps, launch.stages) | options  # in the order of `launch`
     return launch.kernel.warmup(*arguments, grid=(1,), **settings)
 
 
 def compile_all(launches: Collection[Launch], device: torch.device) -> None:
-    """Compile forms in parallel, on as many threads as this process has cores, and load them."""
+    """Compile forms in parallel, on as many threads as this process has cores, and load the compiled forms."""
     log.info("compiling %d forms of kernels, or reading them from Triton's cache", len(launches))
     with torch.cuda.device(device):
         with _Compilers(len(launches)) as compilers, triton.AsyncCompileMode(compilers):

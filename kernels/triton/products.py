@@ -3,11 +3,11 @@
 An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
 pieces that K is cut into (split-K, `k_splits`). A piece is summed by one chain of matrix instructions, from zero and in
 ascending order, 16 columns at a time. The sums of the pieces are added to +0.0 in ascending order. The tile of a
-program, and the number of columns that a program loads at a time, may depend on the number of tokens. These choices do
-not affect the order of an element's additions. One program may sum all pieces of its tile, or each piece may have its
-own program, which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds
-64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of
-the tile.
+program, and the number of columns that a program loads at a time, may depend on the number of tokens. The tile and the
+number of columns loaded at a time do not affect the order in which an element's products are added. One program may sum
+all pieces of its tile, or each piece may have its own program, which writes the sum (a "part") to a workspace. Features
+are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile).
+Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
 part of +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts are
@@ -308,8 +308,8 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
 
 
 def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
-    """Return the products of x with one to three weights side by side. With `apart`, each piece has its own part;
-    otherwise there is one part.
+    """Multiply x by one, two or three weights, and return the products side by side. With `apart`, the result has a
+    separate part for each piece; otherwise it has one part.
     """
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
@@ -334,8 +334,8 @@ def _tile_of_program():
 
 @device_function
 def _row(base_ptr, row, rows, columns):
-    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around; their results are not
-    stored.
+    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around to the first rows, and
+    the results of these rows are not stored.
 
     Clamping instead of wrapping would make every program read the same line of memory again and again.
     """
@@ -363,8 +363,8 @@ def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.cons
     """Return the products of weight rows and both accumulators' tokens over columns [start, stop): float32 [rows,
     tokens].
 
-    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`, and so is `stop` unless it equals `columns`.
-    Without `MORE`, the sums of the second accumulator are zeros.
+    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`; `stop` is a multiple of `DEPTH` or equals
+    `columns`. Without `MORE`, the sums of the second accumulator are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]
@@ -500,7 +500,7 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """Store sums at (token, feature) of out [tokens, features] in its dtype, where `inside` is true.
+    """Store sums at (token, feature) of out [tokens, features], in the dtype of out, where `inside` is true.
 
     With `BIAS`, a bias [features] is added before rounding. With `RESIDUAL`, a residual [tokens, features] is added
     after rounding.
@@ -611,8 +611,8 @@ def _parts_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. In the parts, the products of a, b
-    and c lie side by side.
+    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. Each part holds the products of a, b
+    and c side by side.
     """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()
@@ -654,7 +654,7 @@ def _fold_kernel(
     PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Fold the parts of one token and finish the sums."""
+    """For one token, fold the parts and finish the sums."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

@@ -194,7 +194,7 @@ def _fold_head(
     SIZE: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """Return one head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
+    """Return one head of a row of the product, plus the bias of the head, rounded to the dtype of `out_ptr`."""
     parts_ptr, rows, row = parts
     HALF: tl.constexpr = SIZE // 2
     place = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
@@ -248,7 +248,9 @@ def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
 
 @device_function
 def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
-    """Store one head of a token's k and v. Non-finite elements are replaced as described in the module's docstring."""
+    """Store k and v of one token for one head. Non-finite elements are replaced as described in the module's
+    docstring.
+    """
     k = _round(k, k_ptr)
     finite = _is_finite(v[0]), _is_finite(v[1])
     both_finite = _is_finite(k[0]) & _is_finite(k[1]) & finite[0] & finite[1]
@@ -284,5 +286,5 @@ def _store_halves(ptr, x, SIZE: tl.constexpr):
 
 @device_function
 def _round(x, ptr):
-    """Round float32 halves to the dtype of `ptr`; return them as float32."""
+    """Round float32 halves to the dtype of `ptr`, and return the rounded halves as float32."""
     return x[0].to(ptr.dtype.element_ty).to(tl.float32), x[1].to(ptr.dtype.element_ty).to(tl.float32)

@@ -55,8 +55,8 @@ class _Part(BaseModel):
 class Rows(_Part):
     """Rows [start, start + length) of the tensor `name`, as bytes in the tensor's dtype.
 
-    `shape`: the shape of the whole tensor. The bytes lie at [offset, offset + num_bytes) of the bucket. The pieces of a
-    tensor come in the order of its rows. `checksum`: None if the bucket has a word sum.
+    `shape`: the shape of the whole tensor. The bytes are at [offset, offset + num_bytes) of the bucket. The pieces of a
+    tensor are sent in the order of the tensor's rows. `checksum`: None if the bucket has a word sum.
     """
 
     kind: Literal["rows"] = "rows"
@@ -89,10 +89,11 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 
 
 class Bucket(_Part):
-    """`num_bytes` bytes that are sent together, and their pieces. `index`: number of the bucket in its push, from 0.
+    """A bucket: `num_bytes` bytes that are sent together, and the pieces that these bytes hold. `index`: number of the
+    bucket in its push, from 0.
 
     In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
-    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gaps between
+    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gap bytes between
     pieces.
     """
 
@@ -121,7 +122,7 @@ class CollectiveSource(_Part):
 
 
 class SharedSource(_Part):
-    """The POSIX shared memory `name`, divided into slots of `slot_bytes`. Bucket i lies in slot i % `num_slots`."""
+    """The POSIX shared memory `name`, divided into slots of `slot_bytes`. Bucket i is in slot i % `num_slots`."""
 
     kind: Literal["shared"] = "shared"
     name: Annotated[str, Field(pattern=r"^trueroll-[0-9a-f]{32}$")]
@@ -266,8 +267,8 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: parts
-    that may come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: the
+    parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
     """
 
     @property
@@ -331,7 +332,7 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
 
 
 def describe_tie(name: str, other: str) -> str:
-    """Return an error text for a tensor that differs from the tensor to which the worker has tied it."""
+    """Return an error text for a tensor that is not equal to the tensor to which the worker ties it."""
     return (
         f"tensor {name}: differs from {other}, but the worker ties these tensors; tie them in the trainer too, or "
         "serve a model with a config.json that does not tie them"

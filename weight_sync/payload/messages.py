@@ -1,6 +1,7 @@
 """The messages of a push, and the base types of all messages of the wire protocol.
 
-`rollout.protocol` adds these messages to its unions and owns their form on the wire. Imports no torch.
+`rollout.protocol` adds these messages to its unions of message types, and owns the format of messages on the wire.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Weights(Message):
 
     - `dtype`: dtype of pushes. `dtypes`: for each parameter that is pushed in a dtype other than `dtype`, that dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
-      of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
+    - `parts`: for each stack of experts' matrices that may be sent in parts, the names of one matrix's parts, in the
+      order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of the expert.
     - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: further names that may
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.

@@ -59,7 +59,8 @@ def raw_bits(tensor: torch.Tensor) -> np.ndarray:
 def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
     """Return the `checksum` of bytes in host memory, and whether the numbers from byte `start` on are all finite.
 
-    `dtype`: dtype of these numbers. The check takes one pass over memory, and a fraction of the time of `isfinite`.
+    `dtype`: dtype of these numbers. The check takes one pass over the memory, in a fraction of the time that `isfinite`
+    takes.
     """
     values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
     hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True

@@ -1,4 +1,4 @@
-"""The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
+"""The adapters of a PEFT model, in the form in which a push sends them: alone, or with all tensors of the model.
 
 Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if the tensor's version
 counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
@@ -74,8 +74,8 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the description of the adapters that a push sends to workers that want these parameters.
 
-        Consumes the base weights from `tensors`, so that the tensors to send come next. Raise PushError for names that
-        the workers do not know, and for tied tensors that differ in the trainer.
+        Consumes the base weights from the iterator `tensors`; the next tensors are the tensors to send. Raise PushError
+        for names that the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:
             return Adapters(weights=self._scales)

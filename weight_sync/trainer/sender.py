@@ -1,10 +1,10 @@
 """Send a push: fill buckets or a folder, and announce them to the workers, until all workers have committed the
 weights.
 
-- `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which tensors come, each at a
-  multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut at a row where a
-  cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not be cut. No
-  bucket has more than `MOST_PIECES` pieces.
+- `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which the trainer yields tensors,
+  each piece at a multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut
+  at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
+  be cut. No bucket has more than `MOST_PIECES` pieces.
 - `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
   slot. The copy also converts dtype and device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
@@ -82,7 +82,7 @@ transfers would overlap.
 
 @dataclass(frozen=True)
 class Cut:
-    """A piece: units [start, start + length) of a packed object, in bucket `bucket` from byte `offset` on."""
+    """A piece: units [start, start + length) of a packed object, stored in bucket `bucket` from byte `offset` on."""
 
     start: int
     length: int
@@ -132,9 +132,10 @@ class Packer:
 
 
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
-    """Return the layout of a tensor: number of rows, bytes of a row, and the multiple of rows at which it may be cut.
+    """Return the layout of a tensor: the number of rows, the bytes of a row, and the number of rows at multiples of
+    which the tensor may be cut.
 
-    In a stack of matrices, each matrix is one row.
+    In a stack of matrices, each matrix counts as one row.
     """
     return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
 

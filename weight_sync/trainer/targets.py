@@ -1,4 +1,4 @@
-"""The calls that a push makes to its workers. `rollout` implements these calls with its clients."""
+"""The calls that a push makes to its workers. The package `rollout` implements these calls with its clients."""
 
 from __future__ import annotations
 

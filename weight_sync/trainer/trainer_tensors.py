@@ -182,8 +182,8 @@ def _rank() -> int:
 class Checklist:
     """Checks the pushed tensors against the parameters that the workers want.
 
-    `wanted`: the workers' parameters. `mapping`: all tensors, if known in advance; the constructor checks them. Raise
-    PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance, in which case the
+    constructor checks all of them. Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:

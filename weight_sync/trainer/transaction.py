@@ -49,7 +49,9 @@ class PushSettings:
 
     @property
     def begin_timeout(self) -> float:
-        """Limit in seconds for a worker to begin. A push in place may drain running requests first."""
+        """Limit in seconds for a worker to begin. The limit is longer if a push in place may first drain running
+        requests.
+        """
         return self.commit_timeout if self.in_place else self.timeout
 
     @property

@@ -1,8 +1,8 @@
 """Broadcast buckets from one trainer to many workers, in a separate process group.
 
 The group is not the trainer's default group. Each push creates a new group, so a failed push does not affect later
-pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has
-buckets of its own. Traffic is neither encrypted nor authenticated: use it on a private network.
+pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has its
+own memory for buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: the worker's end of a gloo group (`gloo_reader`).
 Promises: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
@@ -269,7 +269,7 @@ def _explained() -> Iterator[None]:
 
 
 def _drop(group: Any, *held: object) -> None:
-    """Release a group on a new thread, since the release waits for current operations, at most until their timeout.
+    """Release a group on a new thread, since the release waits until current operations end or time out.
 
     `held`: operations and their memory, which a GPU may use until NCCL has aborted the operations.
     """

@@ -6,8 +6,8 @@ memory, the death of a worker would leak the memory, and data that a worker rece
 file the worker writes. A worker passes a received handle only to the driver, and checks the size of the opened memory.
 
 Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
-trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer
-and workers run on one machine, with the same GPU.
+trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not guarantee.
+Trainer and workers run on one machine, with the same GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Driver:
         return address.value
 
     def size(self, address: int) -> int:
-        """Return the number of bytes from an address to the end of its allocation."""
+        """Return the number of bytes from an address to the end of the allocation that contains it."""
         base, size = _Address(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _Address(address))
         return base.value + size.value - address
@@ -143,10 +143,10 @@ class CudaIpcSlots:
         """Do nothing: the handle becomes useless when the memory is freed."""
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Do nothing: the workers read the slot in place."""
+        """Do nothing: the workers read the slot directly from the shared memory."""
 
     def wait(self, slot: int) -> None:
-        """Do nothing: a slot is free once the workers have answered."""
+        """Do nothing: a slot is free once all workers have replied."""
 
     def close(self) -> None:
         """Free the memory. After a successful push, no worker has the memory mapped.
@@ -185,7 +185,7 @@ class CudaIpcReader:
             raise
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing: the bytes are in place."""
+        """Do nothing: the bytes are already in the shared memory."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         if bucket.num_bytes > self._slot_bytes:

@@ -205,7 +205,7 @@ class FolderReader:
         raise PushError(f"bucket {bucket.index}: a push by disk has no buckets; send verify_push instead")
 
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each tensor whole, as a bucket of one piece, with a function that reads its bytes.
+        """Yield each whole tensor as a bucket of one piece, together with a function that reads the tensor's bytes.
 
         The iterator and the function raise PushError if the folder's data is wrong. Only the function allocates memory.
         """

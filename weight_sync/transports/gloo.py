@@ -53,5 +53,5 @@ def _own_address(host: str, port: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error, without the trace of its origin."""
+    """Return the first line of an error's text, without the stack trace."""
     return str(error).partition("\n")[0]

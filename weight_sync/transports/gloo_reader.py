@@ -150,7 +150,7 @@ class GlooReader:
         raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, {} if the process is gone, or None if no message came within a turn."""
+        """Return the next message, {} if the process has ended, or None if no message came within `TURN_SECONDS`."""
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:

@@ -25,8 +25,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: a push by disk must lie inside this folder; any user may own its files. If `folder` is None, the worker
-    reads only folders and files that belong to the worker's user and that no other user can write.
+    `folder`: the folder of a push by disk must be inside this folder; any user may own the files. If `folder` is None,
+    the worker reads only folders and files that belong to the worker's user and that no other user can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
     or names. Names are compared as text, without a DNS lookup.

@@ -1,8 +1,8 @@
 """The worker's side of adapters: check that adapters fit the weights, merge adapters, and compute checksums of
 weights.
 
-Owns nothing. Each weight of a push is processed in its own `guarded` context, which raises `Closed` if the push is
-closed.
+Owns nothing. Each weight of a push is processed in its own `guarded` context. This context raises `Closed` if the push
+is closed.
 """
 
 from __future__ import annotations

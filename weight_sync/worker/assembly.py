@@ -2,7 +2,7 @@
 
 Owns the count of the rows and elements that have arrived. Does not own the staging area or the memory of buckets, and
 keeps no reference to a bucket's memory. Promises: every length, offset and index is checked before use. `finish`
-succeeds only if every tensor of the push arrived exactly once, whole or in all its parts.
+succeeds only if every tensor of the push arrived exactly once, either whole or as all of its parts.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Assembly:
             raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if they are corrupt.
+        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if the bytes are corrupt.
         Writes nothing.
 
         Waits for the GPU once, and a second time if values must be finite.
@@ -198,7 +198,8 @@ class Assembly:
                 _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError unless a checked piece comes in order and has the right bytes. Writes nothing.
+        """Raise PushError unless a piece that passed `check` is the next piece of its tensor and has the right bytes.
+        Writes nothing.
 
         A piece without a checksum belongs to a bucket that `inspect_all` has checked.
         """

@@ -1,4 +1,4 @@
-"""The worker's side of a push: one thread that runs the push from begin to end.
+"""The worker's side of a push: one thread that runs the push from beginning to end.
 
 - `CallQueue` owns the pending calls of the push.
 - `Writing` owns the permission to write, which the push's thread and the closing thread share.
@@ -9,7 +9,7 @@ Does not own: where pieces are written (`assembly`), the live weights, the commi
 
 Promises:
 
-- The receiver writes into live weights only once its source is open and `proceed` was called.
+- The receiver writes into live weights only after it has opened the push's source and `proceed` was called.
 - A method call blocks at most until one piece is written, or until one weight is merged with its adapter.
 - The receiver publishes `Reached` for each call that succeeds. After `Broken`, the receiver publishes no more events.
 - The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
@@ -64,7 +64,9 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """Return the limit in seconds for other workers to begin. A push in place may drain running requests first."""
+    """Return the limit in seconds for other workers to begin. The limit is longer if a push in place may first drain
+    running requests.
+    """
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
@@ -82,7 +84,7 @@ class CallQueue:
         self._queue.put(call)
 
     def next(self) -> Call | None:
-        """Wait for the next call. Raise DeadlineError if no call comes in time."""
+        """Wait for the next call. Raise DeadlineError if no call comes before the timeout."""
         if self._ahead is not None:
             call, self._ahead = self._ahead, None
             return call
@@ -169,9 +171,10 @@ class Intake:
         self._early: StageBucket | None = None
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Stage the bucket of a call, then the next bucket if its call came early. Yield the id of each finished call.
+        """Stage the bucket of a call, then the next bucket if the call for the next bucket came early. Yield the id of
+        each finished call.
 
-        Raise PushError for a bucket out of order.
+        Raise PushError if buckets come out of order.
         """
         if self._early is None and call.bucket.index == self.num_buckets + 1:
             self._early = call  # the previous call was lost with a connection, and will be sent again
@@ -204,7 +207,7 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while the current bucket is copied. An error of the next bucket is
+        """If the next bucket is announced, fetch it while the current bucket is copied. An error of the next bucket is
         reported only when that bucket is read.
         """
         ahead = self._calls.look_ahead()
@@ -336,7 +339,7 @@ class Receiver(threading.Thread):
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:
-        """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
+        """Reply to repeated verify_push calls until the push ends, since the first reply may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
                 raise PushError(f"{call.type}: arrived after verify_push; push again")
