@@ -54,7 +54,7 @@ class AdaptedTensors:
     """The tensors of a PEFT model, named as in the base model without PEFT.
 
     `tensors`: all tensors, without adapters. `replaced`: the names of the tensors that come from active copies of
-    modules in `modules_to_save`. `adapters`: the adapters, each under the name of the weight that it changes.
+    modules in `modules_to_save`. `adapters`: maps the name of each adapted weight to the weight's adapter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -108,9 +108,7 @@ def _check_fields(config: Any) -> None:
 
 
 def _read(of_peft: Any, name: str) -> Any:
-    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT lacks the
-    attribute.
-    """
+    """Return an attribute of a PEFT object. Raise AlignmentError if this version of PEFT lacks the attribute."""
     try:
         return getattr(of_peft, name)
     except AttributeError:
@@ -178,8 +176,8 @@ def copies_of(module: Any) -> list[nn.Module]:
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
     """Return the adapter that a module adds to its weight, or None if the module has no enabled adapter.
 
-    Raise AlignmentError, with `name` for the module, if the adapter is merged, if several adapters are active, or if
-    the adapter is not plain LoRA.
+    Raise AlignmentError, which gives the module's `name`, if the adapter is merged, if several adapters are active, or
+    if the adapter is not plain LoRA.
     """
     if _kind(module) != _LINEAR:
         return None
@@ -216,7 +214,7 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module and all its submodules, each with the prefix of its parameters' names.
+    """Yield a module and all its submodules, each together with the prefix of its parameters' names.
 
     Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """

@@ -92,7 +92,7 @@ class _Product(Function):
 
 
 class _Merge(Function):
-    """A weight with a merged adapter. The gradient treats the rounding of the merged weight as the identity."""
+    """A weight with a merged adapter. The gradient ignores the rounding of the merged weight."""
 
     @staticmethod
     @_without_autocast
@@ -202,7 +202,7 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the softmax that gives the gates. The choice of experts has no gradient."""
+        """Return the gradient through the softmax that computes the gates. The choice of experts has no gradient."""
         logits, experts, gates = ctx.saved_tensors
         products = gates * grad
         share = products.sum(-1, keepdim=True)
@@ -301,7 +301,7 @@ def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of `lens` tokens, packed one after the other as rows.
+    """Sequences with the lengths `lens`, packed one after the other as rows.
 
     `positions`: int64 [M], the position of each row in its sequence, from 0.
     """
@@ -311,7 +311,7 @@ class Packed:
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
-        """Return sequences of these lengths, with their positions on `device`."""
+        """Return sequences with these lengths; the tensor of positions is on `device`."""
         return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
 
     @cached_property
@@ -458,7 +458,7 @@ def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]
 
 
 def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """Compute `Backend.convolve` with torch for sequences without a tail: x [M, C], weight [C, 1, K]."""
+    """Compute `Backend.convolve` with torch, for x [M, C] and weight [C, 1, K]. Each sequence starts without a tail."""
     out, size = torch.zeros_like(x), weight.shape[2]
     for back in range(size):
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where((positions >= back)[:, None], 0.0)
@@ -721,8 +721,8 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """Return `log_probs` with gradients, and entropy and the k most probable tokens of each row without
-        gradients.
+        """Return `log_probs` with gradients. Also return, without gradients, the entropy and the k most probable tokens
+        of each row.
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)

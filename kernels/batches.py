@@ -41,7 +41,9 @@ def locate(
 def unpad(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Packed]:
-    """`locate` for padded tokens. A sequence begins at each row of `input_ids`, and wherever `position_ids` is 0."""
+    """`locate` for padded tokens. A sequence begins at the start of each row of `input_ids`, and wherever
+    `position_ids` is 0.
+    """
     indices = _unpadded_indices(input_ids, attention_mask)
     if not len(indices):
         raise AlignmentError("attention_mask marks every token as padding; skip such batches")

@@ -16,13 +16,13 @@ Equality means equal bits.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
 - The outputs of a row's experts are added by ascending id. The product with an expert's matrix accumulates in the same
   order for any number of rows.
-- Ties go to the lower vocabulary id, or the lower expert id.
+- Among equal logits, the lower vocabulary id or the lower expert id wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
-backend give equal bits. Results of different backends agree within rounding, but `merge` gives the same bits on every
-backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the same bits as its steps
-run one by one, with the result of each step rounded to the dtype.
+backend give bit-identical results. Results of different backends agree within rounding, but `merge` gives the same bits
+on every backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the same bits as
+its steps run one by one, with the result of each step rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The states that the sequences of a step read and write, for a mixed batch as in `AttentionBatch`.
+    """The recurrent states that the sequences of a step read and write. The batch is mixed, as in `AttentionBatch`.
 
     Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot of the state
     before the rows of sequence i, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
-    these rows. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
+    the rows of sequence i. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
 
     A sequence that continues in place reads and writes the same slot. A sequence that restores a checkpoint or forks
     reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may read
@@ -140,10 +140,11 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a. These matrices have `channels`, `value_size`, value_heads and
-    value_heads rows of length H. If `DeltaNetSpec.joined` is set, `inputs` holds two matrices: one of (q, k, v, z) and
-    one of (b, a). `convolution`: [channels, 1, kernel_size], the weight of the oldest token first. `decay` (the
-    logarithm of the decay rate) and `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. The four matrices have `channels`, `value_size`, value_heads and
+    value_heads rows, in this order, each row of length H. If `DeltaNetSpec.joined` is set, `inputs` holds two matrices:
+    one of (q, k, v, z) and one of (b, a). `convolution`: [channels, 1, kernel_size], the weight of the oldest token
+    first. `decay` (the logarithm of the decay rate) and `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H,
+    value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -259,8 +260,8 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor or a weight of the same shape. A tensor is converted to the weight's dtype; a weight must have
-        the same layout.
+        """Store a tensor or a weight of the same shape. If the source is a tensor, it is converted to the weight's
+        dtype; if it is a weight, it must have the same layout.
         """
         ...
 
@@ -297,7 +298,7 @@ class Backend(Protocol):
         """Compile everything that `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`.
 
         Later calls then compile nothing. In a backend that never compiles, `prepare` is a no-op. `compute` runs this
-        backend on tensors without memory (device meta), and must accept any number of rows in this range. Raise
+        backend on tensors without memory (device meta), and must accept any number of rows up to `most_rows`. Raise
         ConfigError if the compiler, or the folder for its output, cannot be used.
         """
         ...
@@ -310,7 +311,7 @@ class Backend(Protocol):
         ...
 
     def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Convert layers to the form that `layers` reads. Many calls of `layers` share one conversion.
+        """Convert layers to the form that the op `layers` reads. Many calls of `layers` share one conversion.
 
         The layers' tensors must be contiguous and must stay the same objects. The contents of these tensors may change,
         and their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
@@ -491,7 +492,7 @@ class Backend(Protocol):
 
         `qkv`: [M, channels], q and k [key_heads, K] and v [value_heads, V] side by side. `b` and `a`: [M, value_heads],
         the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h reads key head h * key_heads
-        // value_heads. Each token and value head computes in float32:
+        // value_heads. For each token and value head, the following is computed in float32:
 
             q = q / (sqrt(q . q + L2_EPS) * sqrt(K)),  k = k / sqrt(k . k + L2_EPS)
             S = S * e^(-e^decay * softplus(a + bias))

@@ -2,8 +2,8 @@
 
 The ratio of a token is r = p / q. `log_probs` is log p under the policy in training. `sampled` is log q under the
 policy that drew the token. The policy that drew the token has older weights, or the same weights with different
-arithmetic. For tokens sampled with its current weights, an aligned trainer has r = 1 exactly. For tokens with r = 1,
-every importance weight is exactly 1.
+arithmetic. If a token was sampled with the trainer's current weights, an aligned trainer computes r = 1 exactly. For
+tokens with r = 1, every importance weight is exactly 1.
 
 All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
 either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
@@ -85,9 +85,9 @@ def truncated_weights(
 ) -> Tensor:
     """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
 
-    This is truncated importance sampling, which trades variance for bias (Ionides 2008, "Truncated Importance
-    Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025, "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
+    The method is truncated importance sampling, which reduces variance at the cost of bias (Ionides 2008, "Truncated
+    Importance Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
     """
     _check_bound("cap", cap, 1.0, _LARGEST)
     own, mask = _own_log_ratios(log_probs, sampled, mask)

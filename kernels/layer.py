@@ -167,8 +167,8 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` is 1. Used by backends without support for several pieces in
-    `Backend.project_back`.
+    """Raise ConfigError unless `pieces` is 1. Backends that support only one piece in `Backend.project_back` call this
+    check.
     """
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
@@ -183,7 +183,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
     """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
     `spec.inv_freq`.
 
-    If all axes have equal positions, the result has the same bits as for [M] positions.
+    If the positions are equal on all axes, the result has the same bits as for positions of shape [M].
     """
     if positions.ndim == 1:
         return ops.rotation(positions, inv_freq, spec.scale)
@@ -316,7 +316,7 @@ def run_layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    """Compute `Backend.layers` from the backend's other ops."""
+    """Compute `Backend.layers` with the other ops of the backend."""
     records = iter(()) if routes is None else iter(routes)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Every op in plain torch, on any device: the definition that other backends are tested against.
+"""Every op in plain torch, on any device. Other backends are tested against these definitions.
 
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums into
@@ -298,7 +298,7 @@ def paged_attention(
 
 @dataclass(frozen=True, eq=False)
 class _EqualQueries:
-    """Attention for sequences with the same number of queries, longest context first.
+    """Attention for a group of sequences with the same number of queries, in descending order of context length.
 
     Products have two shapes: a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values
     [KV_SPLIT, D]. The rows of a tile are (query, head) pairs. All heads of a tile share one key-value head.
@@ -360,8 +360,8 @@ class _EqualQueries:
         return values.view(kv_heads, group)[:, heads].view(kv_heads, tiles, tile, 1)
 
     def _first_split(self) -> int:
-        """Return the start of the first split that any query sees. The first query of the shortest context sees
-        furthest back.
+        """Return the start of the first split that any query sees. The first query of the shortest context sees the
+        earliest key.
         """
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
@@ -623,7 +623,7 @@ def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
     The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half of the position,
-    0). Vocabulary id `id` gets output word id % 4.
+    0). The random word for vocabulary id `id` is output word id % 4.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

@@ -1,6 +1,6 @@
 """The description of a decoder in plain numbers, which worker and trainer both read.
 
-A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines the computation of a layer, and
+A family (see `families`) converts a config.json to a `DecoderSpec`. `layer` defines the computation of a layer, and
 `contract` defines the ops of a layer. Each backend reports the specs that it supports.
 """
 
@@ -209,7 +209,7 @@ LAYER_NAMES = {
 class Slice:
     """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
 
-    The length of the part is the length of the weight along that axis.
+    The length of the part is the weight's length along axis `dim`.
     """
 
     dim: int
@@ -273,7 +273,7 @@ class DecoderSpec:
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:
-        """The experts of all layers with experts, in order."""
+        """The `ExpertsSpec` of each layer with experts, in the order of the layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property
@@ -285,7 +285,7 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtypes, by role, of the weights that are not held in `dtype`, the model's dtype."""
+        """Return, by role, the dtypes of the weights that are held in a dtype other than `dtype`, the model's dtype."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
 

@@ -4,11 +4,11 @@ tokens.
 `align` replaces the forward pass of a model that belongs to one of the `families`. `align` also replaces the forward
 passes of these modules inside the model: decoder, embedding, layers, last norm and head. Parameters, names and
 checkpoints stay unchanged. `unalign` restores the original forward passes. An aligned forward pass drops padding,
-computes the tokens of all sequences as rows, and keeps no KV cache. A layer computes `layer.run_layer` with
-`autograd.GradientOps`. Each module with a replaced forward pass is called and reads its own parameters during the call;
-the model is called through its wrapper. Hooks that a wrapper adds to an aligned module therefore run, for example to
-gather weights or to reduce gradients. The modules inside a layer are never called: the layer reads the parameters of
-these modules.
+computes the tokens of all sequences as rows, and keeps no KV cache. An aligned layer's forward pass is
+`layer.run_layer` with the ops `autograd.GradientOps`. Each module with a replaced forward pass is called and reads its
+own parameters during the call; the model is called through its wrapper. Hooks that a wrapper adds to an aligned module
+therefore run, for example to gather weights or to reduce gradients. The modules inside a layer are never called: the
+layer reads the parameters of these modules.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
 bit-identical to the worker's, for any micro-batch, padding or packing. `token_statistics` returns values that are
@@ -216,7 +216,7 @@ def token_log_probs(
     or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
     with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
     for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
-    the tokens that get a log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
+    the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence.
     Mixed precision follows the wrapper and the autocast around this call.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
@@ -245,14 +245,14 @@ def token_statistics(
     top_logprobs: int,
     gradient: bool = False,
 ) -> TokenStatistics:
-    """Return the values of a worker's `top_logprobs`.
+    """Return the statistics that a worker returns for `top_logprobs`, computed by the trainer.
 
     The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs`. With
-    `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. The other values have no
-    gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of the distribution that each token
-    comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the most probable
-    tokens, highest logit first, the lower id first among equal logits. All values of a token without a log-prob are 0,
-    as in `token_log_probs`.
+    `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. Entropy, top ids and top
+    log-probs have no gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of the distribution
+    that each token comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the
+    most probable tokens, highest logit first, the lower id first among equal logits. All values of a token without a
+    log-prob are 0, as in `token_log_probs`.
 
     Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
     """
@@ -401,8 +401,9 @@ def _decode(
     """Compute the last hidden states of a batch.
 
     `routes`: int32 [layers with experts, M, top_k], the experts of the M tokens that are not padding, from
-    `read_routes`. `record`: of the same shape, receives the experts of the tokens. The output type is transformers'
-    type for decoders with experts, which has all fields that decoders without experts return.
+    `read_routes`. `record`: a tensor of the same shape as `routes`, which receives the experts of the tokens. The
+    output type is transformers' type for decoders with experts, which has all fields that decoders without experts
+    return.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])

@@ -151,7 +151,7 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` can hold a layer with this spec. A sequence of layers that contains any other layer
+    """Return whether `PackedLayers` supports a layer with this spec. A sequence of layers that contains any other layer
     is computed op by op.
     """
     mixer = spec.mixer

@@ -38,7 +38,9 @@ def _type(declaration: str) -> Any:
 
 
 class _Functions(ctypes.CDLL):
-    """A library with functions that refuse surplus arguments. Functions of a plain CDLL accept surplus arguments."""
+    """A library with functions that refuse surplus arguments. The functions of ctypes' plain CDLL accept surplus
+    arguments.
+    """
 
     _func_flags_ = 0
 
@@ -89,7 +91,8 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or else the best instruction set.
+    """Return the library, set to the instruction set that TRUEROLL_CPU_ISA names, or to the best instruction set if the
+    variable is unset.
 
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
     machine lacks.

@@ -24,10 +24,10 @@ use the same functions, so a query gets the same bits from either variant:
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
 
-A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the row's first key,
-the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
-A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first tile, a
-program reads no key before the windows, so the block table may hold any entry for keys before the windows.
+A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the first key that the
+row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at
+the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first
+tile, a program reads no key before the windows, so the block table may hold any entry for keys before the windows.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
-    """Return the launch arguments of the kernels that read keys. Arguments that affect a row's bits depend on D
-    alone.
+    """Return the launch arguments of the kernels that read keys. The launch arguments that affect a row's bits depend
+    only on D.
     """
     shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
     keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
@@ -425,8 +425,8 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 def _add_tile(peak, total, out, scores, v):
     """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
 
-    The computation of a tile's highest score may ignore a NaN score. The weight of that score is still NaN and makes
-    `total` and `out` NaN.
+    The computation of a tile's highest score may ignore a NaN score. The softmax weight of a NaN score is still NaN,
+    and makes `total` and `out` NaN.
     """
     highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)

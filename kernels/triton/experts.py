@@ -6,10 +6,10 @@ expert's weight is therefore read once for each tile of the expert's pairs. The 
 the grid has the largest possible size, and programs beyond the last tile end immediately.
 
 A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
-expert's weight determines the pieces of K. One program sums all pieces in ascending order. Each element of a product is
-therefore bit-identical to `linear` with that expert alone, whatever other rows are in the list. The products with
-`down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of a row by
-ascending expert id. No kernel adds floats atomically.
+expert's weight determines the pieces that K is cut into. One program sums all pieces in ascending order. Each element
+of a product is therefore bit-identical to `linear` with that expert alone, whatever other rows are in the list. The
+products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of
+a row by ascending expert id. No kernel adds floats atomically.
 
 Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
 router's product, the shared expert, or the summation over K (products.py).
@@ -95,7 +95,7 @@ def experts(
     """Apply each row's experts to x [M, H], add the outputs by ascending expert id in float32, and add `shared` [M, H]:
     [M, H].
 
-    Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
+    Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # A multiple of 16 rows keeps each part aligned to 16 bytes.
@@ -322,8 +322,8 @@ def _gate_up_kernel(
 ):
     """Program (i, tile): the i-th block of features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` count units
-    (`products.unit`).
+    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` are counted in
+    units (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return

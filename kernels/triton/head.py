@@ -6,9 +6,9 @@ Does not own the product that computes the logits (products.py).
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
 each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
-NaN logit makes the sum NaN. With a sum of NaN, every log-prob of the row is NaN. `token_statistics` reuses the folded
-sums, because a separate kernel with a different number of warps would add in a different order. No op reads a value on
-the host.
+NaN logit makes the sum NaN. If the sum of a row is NaN, every log-prob of the row is NaN. `token_statistics` reuses the
+folded sums, because a separate kernel with a different number of warps would add in a different order. No op reads a
+value on the host.
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ def _count_kept_kernel(
 def _weights(
     row_ptr: tl.tensor, start: tl.tensor, best: tl.tensor, limit: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Return exp(logit - best) at ranks [start, start + TILE), 0 from `limit` on."""
+    """Return exp(logit - best) for the sorted logits at ranks [start, start + TILE), and 0 for ranks from `limit`
+    on.
+    """
     ranks = start + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ranks, mask=ranks < V, other=-float("inf"))
     return tl.where(ranks < limit, tl.exp(logits - best), 0.0)

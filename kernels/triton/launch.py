@@ -2,7 +2,7 @@
 
 The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
 properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
-bytes, which each launch checks. Of an argument that is a number, the compiler knows the type but not the value. Any
+bytes; each launch checks this. Of an argument that is a number, the compiler knows the type but not the value. Any
 value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that
 the environment can still change.
 
@@ -67,7 +67,7 @@ class Launch:
 
 
 def _pinned() -> dict[str, Any]:
-    """Return compiler options that change bits and that the environment could otherwise set.
+    """Return the compiler options that change bits and would otherwise depend on environment variables.
 
     A version of Triton that lacks one of these options always behaves as if the option had the value set here.
     """

@@ -182,8 +182,9 @@ def qkv_parts(
 ) -> Tensor:
     """Return the products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
 
-    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a
-    bias, rounded once, has the bits of `linear` with each weight alone.
+    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. If the parts are
+    summed, a bias is added and the result is rounded once, the bits are equal to those of `linear` with each weight
+    alone.
     """
     factor = factor_of(weights, full_rows)
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
@@ -244,7 +245,8 @@ def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: i
     """Return the key that orders ways: modelled seconds, then token tiles if there are few tokens, then the tile's
     size.
 
-    The seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus folding.
+    The modelled seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus the
+    time to fold the parts.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length

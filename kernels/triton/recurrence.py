@@ -253,7 +253,7 @@ def _load_token(
     """Load token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], b and a; zeros beyond the last
     token.
 
-    `tokens`: pointers to these values of the first token.
+    `tokens`: pointers to the query, key, values, b and a of the first token.
     """
     q_ptr, k_ptr, v_ptr, b_ptr, a_ptr = tokens
     row, is_there = tl.cast(i, tl.int64), i < count

@@ -8,7 +8,8 @@ elementwise, in float32.
 
 Attention relies on a guarantee of this module: every element of v in the cache is finite. A non-finite element of v is
 stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
-results of queries that see this token become NaN. For all other queries, this token has a finite v with weight zero.
+results of queries that see a token with a NaN key become NaN. For queries that do not see the token, its v is finite
+and has weight zero.
 """
 
 from __future__ import annotations

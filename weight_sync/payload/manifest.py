@@ -268,7 +268,7 @@ class Parameters(Protocol):
     """The parameters that a push must contain.
 
     `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: the
-    parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that a push may omit. See `Weights`.
     """
 
     @property
@@ -340,6 +340,6 @@ def describe_tie(name: str, other: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return a text with at most ten of the names, and the number of names left out."""
+    """Return a text with at most ten of the names, followed by the number of omitted names."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -35,12 +35,12 @@ class BeginPush(Message):
     """Call that begins a push of weights. This call aborts any other push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
-    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
-      to the weights that the worker had before any adapter was added.
+    - `adapters`: the adapters that the worker adds to the weights of this push. In an adapters-only push, the adapters
+      are added to the weights that the worker had before any adapter was added.
     - `allow_older`: accept a version that is not later than the served version.
     - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
       worker opens the push's source until the commit, the worker generates no tokens.
-    - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
+    - `in_flight`: how running requests are treated if `in_place` is set. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
     - `timeout`: limit in seconds on each wait in this push that is not a drain of running requests.
     """
@@ -63,7 +63,7 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push sends every tensor whole, and no adapters."""
+        """Return whether the push sends every tensor whole, without adapters."""
         return self.base is None and self.adapters is None
 
 
@@ -122,8 +122,8 @@ class Weights(Message):
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: for each stack of experts' matrices that may be sent in parts, the names of one matrix's parts, in the
       order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of the expert.
-    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: further names that may
-      be left out.
+    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: other names that a
+      push may omit.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot

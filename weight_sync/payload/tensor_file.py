@@ -1,7 +1,7 @@
 """Reader for a safetensors file that may be invalid or may change while it is read: first the header, then each tensor.
 
 Owns the checks of the header, which is read once. Does not own the file. Guarantees that every length and offset is
-checked before it is used, and that a truncated file raises an error. The file is read with system calls, during which
+checked before it is used, and that a truncated file raises an error. The file is read with system calls, which let
 other threads run. The file is never mapped, since access to a missing part of a mapped file would kill the process.
 """
 

@@ -47,7 +47,7 @@ def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, as a view."""
+    """Return a view of the bytes of a contiguous tensor in host memory."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
@@ -80,7 +80,7 @@ def _are_finite(bits: np.ndarray, infinity: int) -> bool:
 
 
 def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the `checksum` of a tensor's bytes in `dtype`. The tensor may be on any device."""
+    """Return the `checksum` of a tensor's bytes after conversion to `dtype`. The tensor may be on any device."""
     hashed = xxhash.xxh3_64()
     for _, chunk in host_chunks(tensor, dtype):
         hashed.update(raw_bytes(chunk))

@@ -246,9 +246,10 @@ def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
 class _Sent:
     """State kept between pushes.
 
-    `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push that
-    `copy` holds; None if that push was not committed. `checksums`: checksums of the weights that adapters are added to.
-    `whole_folder`: the folder of the last push of all weights. Adapters in later folders are added to these weights.
+    `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push with the
+    weights in `copy`; None if this push was not committed. `checksums`: checksums of the weights that adapters are
+    added to. `whole_folder`: the folder of the last push of all weights. Adapters in later folders are added to the
+    weights in `whole_folder`.
     """
 
     copy: ServedCopy | None = None

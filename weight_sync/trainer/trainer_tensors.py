@@ -83,7 +83,7 @@ class TrainerTensors:
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Return whether this process only takes part in gathers.
 
-        The result is True on ranks other than 0, if the tensors are sharded or the rank has no workers.
+        The result is True if this rank is not rank 0, and either the tensors are sharded or the rank has no workers.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -107,7 +107,9 @@ class TrainerTensors:
         return item[1] if isinstance(item, tuple) and len(item) == 2 else item
 
     def gather_rest(self) -> None:
-        """Take part in the remaining gathers, which the other ranks wait for, and drop the tensors."""
+        """Take part in the remaining gathers, since the other ranks wait for this rank, and discard the gathered
+        tensors.
+        """
         if self.is_broken or not _is_distributed():
             return
         while True:
@@ -201,7 +203,7 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether the tensor must be sent. Raise PushError if the tensor is wrong or was sent
+        """Check a tensor. Return whether a tensor must be sent. Raise PushError if the tensor is wrong or was sent
         before.
         """
         self._check(name, tuple(tensor.shape))

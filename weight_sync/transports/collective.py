@@ -81,7 +81,7 @@ class GroupSlots:
         )
 
     def open(self) -> None:
-        """Start to join the group in the background, while the workers join."""
+        """Start to join the group on a background thread, while the workers join."""
         device = self.slots[0].device
         self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
 
@@ -102,7 +102,7 @@ class GroupSlots:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Release everything. Members that still wait to join get an error as soon as the store closes."""
+        """Release everything. Members that are still waiting to join get an error as soon as the store closes."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)

@@ -96,8 +96,8 @@ def load_driver() -> Driver:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory of a CUDA device as a uint8 tensor that does not keep the memory alive. Raise PushError if torch
-    copies the memory instead of using it.
+    """Return a uint8 tensor that uses existing memory of a CUDA device. The tensor does not keep the memory alive.
+    Raise PushError if torch copies the memory instead of using it.
     """
 
     class Span:

@@ -2,8 +2,8 @@
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
 without the suffix `.tmp` is therefore complete. The folder holds a manifest with checksums, and one safetensors file
-with the tensors. The file has the name that Hugging Face libraries look for. Only one publisher may use a parent folder
-at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
+with the tensors. The safetensors file has the name that Hugging Face libraries expect. Only one publisher may use a
+parent folder at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class FolderWriter:
         return self._final
 
     def close(self) -> None:
-        """Close the file, and remove the folder if it was not finished."""
+        """Close the file, and remove the folder if the push was not finished."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

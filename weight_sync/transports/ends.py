@@ -30,7 +30,7 @@ class Slots(Protocol):
         ...
 
     def opened(self) -> None:
-        """Finish the opening. Called once all workers have opened the source."""
+        """Finish opening the source. The trainer calls `opened` after all workers have opened the source."""
         ...
 
     def send(self, slot: int, num_bytes: int) -> None:
@@ -52,7 +52,9 @@ class Reader(Protocol):
         ...
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. The bytes are valid until the next read."""
+        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. The returned bytes are valid until the next
+        call of `read`.
+        """
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:

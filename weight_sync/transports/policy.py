@@ -56,7 +56,9 @@ class PushPolicy:
             ) from None
 
     def check_writable(self, folder: str) -> None:
-        """Raise PushError unless the worker may write into a folder. The rules are the same as for reading a push."""
+        """Raise PushError unless the worker may write into a folder. The rules for writing are the same as the rules
+        for reading a push.
+        """
         try:
             opened = self._open_folder(folder)
             try:

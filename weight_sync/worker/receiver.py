@@ -152,7 +152,7 @@ class Writing:
 
 class Intake:
     """Reads buckets with `reader`, and adds the buckets' pieces to `assembly`. Each piece is written only while
-    `writing` permits.
+    `writing` permits writes.
 
     `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
@@ -257,7 +257,7 @@ class Receiver(threading.Thread):
         self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
-        """Queue a call after the earlier calls. `Reached` is published when the call is done."""
+        """Append a call to the queue of calls. `Reached` is published when the call is done."""
         self._calls.put(call)
 
     def proceed(self) -> None:
