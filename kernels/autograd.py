@@ -1,10 +1,10 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
 The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
-uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the
-backward pass use backend ops too: rotations, recomputed logits and recomputed inner rows of experts. The backward pass
-of a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form
-of a chunk, so one state is kept per chunk instead of one state per token. Forward and backward passes disable autocast,
+uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the backward
+pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
+a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of
+a chunk, so one state is kept per chunk instead of one state per token. Forward and backward passes disable autocast,
 which would change dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
@@ -547,7 +547,7 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
 
 
 def _decays_between(logs: Tensor) -> Tensor:
-    """Return [..., T, T] with element (i, j) = e^(logs[j + 1] + ... + logs[i]), or 0 for j > i.
+    """Return a tensor [..., T, T]; element (i, j) is e^(logs[j + 1] + ... + logs[i]), or 0 for j > i.
 
     Differences of cumulative sums are not used, since they would lose small terms next to large ones.
     """

@@ -109,8 +109,8 @@ class Pages(NamedTuple):
     """Where a step of M tokens stores and reads keys and values in the cache.
 
     `slots`: int64 [M], the cache slot of each token's key and value: block * block_size + offset. `batch`: the cached
-    tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block table's
-    entries before the windows of all queries of a sequence are never read.
+    tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore share
+    `Pages`. A block table's entries before the windows of all queries of a sequence are never read.
     """
 
     slots: Tensor
@@ -330,7 +330,8 @@ class Backend(Protocol):
         ...
 
     def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
-        """Store `merge(weight, a, b, scale)` in `out` [N, K] of weight's dtype. Return whether all values are finite.
+        """Store `merge(weight, a, b, scale)` in `out` [N, K], which has the dtype of weight. Return whether all values
+        are finite.
 
         Synchronizes the device. May run concurrently with other ops.
         """
@@ -364,8 +365,8 @@ class Backend(Protocol):
         `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
         over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
         + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is rounded once. A process can
-        therefore compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the
-        backend does not support.
+        therefore compute any subtree of the sum without changing the bits. Raise ConfigError for a number of pieces
+        that the backend does not support.
         """
         ...
 
@@ -387,8 +388,8 @@ class Backend(Protocol):
         A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
         (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`. Returned experts
         are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of these exponentials,
-        in float32. If `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers
-        all experts. A row with NaN gets NaN gates and arbitrary distinct ids below E.
+        in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by ascending id;
+        otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 

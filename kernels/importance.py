@@ -49,9 +49,9 @@ class Diagnostics(NamedTuple):
     `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
     "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
     = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but a
-    single large ratio dominates the mean. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of
-    the tokens. `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest
-    ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
+    single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under the trainer minus their
+    perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`:
+    the largest ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
     """
 
     k1: float
@@ -199,7 +199,7 @@ def _check_bounds(low: float, high: float) -> None:
 def _check_bound(name: str, bound: float, least: float, most: float) -> None:
     if not least <= bound <= most:
         raise AlignmentError(
-            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); a ratio of 1 must stay unchanged"
+            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); the bounds must leave a ratio of 1 unchanged"
         )
 
 

@@ -1,11 +1,11 @@
 """Every op in plain torch, on any device. Other backends are tested against these definitions.
 
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
-of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums into
-pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of every
-sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions with
-equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded arithmetic,
-but not silu or sigmoid.
+of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
+into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
+every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions
+with equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded
+arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -609,8 +609,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise, float32 [M, vocab_size].
 
-    The noise is -log(E), with E = -log1p(-u) exponential. Small values of u, which give the largest noise, keep full
-    float32 resolution.
+    The noise is -log(E), where E = -log1p(-u) has an exponential distribution. Small values of u, which give the
+    largest noise, keep full float32 resolution.
     """
     uniform = (philox(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
@@ -622,8 +622,8 @@ _MASK = 0xFFFFFFFF
 def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
-    The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half of the position,
-    0). The random word for vocabulary id `id` is output word id % 4.
+    The Philox key consists of the two halves of the seed. The counter is (id // 4, low half of the position, high half
+    of the position, 0). The random word for vocabulary id `id` is output word id % 4.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

@@ -13,10 +13,11 @@ layer reads the parameters of these modules.
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
 bit-identical to the worker's, for any micro-batch, padding or packing. `token_statistics` returns values that are
 bit-identical to the worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding.
-Under bfloat16 autocast, float32 parameters give the bits of a bfloat16 worker that received these parameters.
-`aligned_with` returns the backend, instruction set and dtype of a model. If the fastest backend cannot serve the model,
-the fallback backend is logged on first use. A mixture-of-experts model uses the same experts as the worker: the model
-chooses the experts itself, or the caller passes them. For a model that is not aligned, use `replayed` to pass experts.
+Under bfloat16 autocast, a model with float32 parameters gives the same bits as a bfloat16 worker that received these
+parameters. `aligned_with` returns the backend, instruction set and dtype of a model. If the fastest backend cannot
+serve the model, the fallback backend is logged on first use. A mixture-of-experts model uses the same experts as the
+worker: the model chooses the experts itself, or the caller passes them. For a model that is not aligned, use `replayed`
+to pass experts.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """The inputs of a layer besides hidden states [M, H].
+    """The inputs of a layer in addition to the hidden states [M, H].
 
     `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because a wrapper
     would cast float tensors inside a dataclass or tuple, such as rotations, to the dtype of its mixed-precision policy.
@@ -172,8 +173,8 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
     Each tensor has the name that it would have without PEFT. Tensors are in `dtype`, except tensors for which the
-    family fixes another dtype. Adapters are merged into the weights (`Backend.merge`, the same bits on any device).
-    Raise AlignmentError for a model without PEFT, or with adapters that `align` does not support.
+    family fixes another dtype. Adapters are merged into the weights by `Backend.merge`, with the same bits on any
+    device. Raise AlignmentError for a model without PEFT, or with adapters that `align` does not support.
     """
     adapted = adapted_inside(model)
     if adapted is None:

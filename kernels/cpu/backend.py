@@ -161,13 +161,13 @@ def is_packed(spec: LayerSpec) -> bool:
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `QkvPointers` in native/api.h points to, in its order."""
+    """Return the tensors that `QkvPointers` in native/api.h points to, in the order of the struct's fields."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
     return *matrices, *(weights.biases or (None,) * 3), *(weights.qk_norms or (None,) * 2)
 
 
 def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
-    """Return the values of `AttentionNumbers` in native/api.h, in its order."""
+    """Return the values of `AttentionNumbers` in native/api.h, in the order of the struct's fields."""
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
@@ -176,7 +176,7 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `LayerPointers` points to, in its order."""
+    """Return the tensors that `LayerPointers` points to, in the order of the struct's fields."""
     weights = layer.mixer
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
     behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
@@ -194,7 +194,7 @@ def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, .
 
 
 def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `ExpertsPointers` points to, in its order."""
+    """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields."""
     shared = (None,) * 4
     if weights.shared is not None and weights.shared_score is not None:
         mlp = weights.shared
@@ -215,7 +215,7 @@ def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, .
 
 
 def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
-    """Return the tensors that `DeltaNetPointers` points to, in its order."""
+    """Return the tensors that `DeltaNetPointers` points to, in the order of the struct's fields."""
     return *map(_panels, weights.inputs), weights.convolution, weights.decay, weights.bias, weights.norm
 
 
@@ -244,7 +244,7 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 
 def _layer_numbers(layer: Layer) -> tuple[float, ...]:
-    """Return the values of `LayerNumbers`, in its order."""
+    """Return the values of `LayerNumbers`, in the order of the struct's fields."""
     check_pieces(layer.pieces)
     spec, mixer = layer.spec, layer.spec.mixer
     mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
@@ -261,7 +261,9 @@ def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
-    """Return the values of `DeltaNetNumbers`, in its order, padded with zeros to the length of `AttentionNumbers`."""
+    """Return the values of `DeltaNetNumbers`, in the order of the struct's fields, padded with zeros to the length of
+    `AttentionNumbers`.
+    """
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
     return *sizes, *_norm_numbers(spec.norm), *[0.0] * 5
 

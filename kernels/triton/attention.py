@@ -73,9 +73,9 @@ class _Inputs(NamedTuple):
 class _Plan(NamedTuple):
     """The assignment of a batch's sequences to the kernels. The tensors are int64.
 
-    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], the sequence and the number of each tile of rows, for
-    the other sequences. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
-    context of `decodes`.
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for the sequences with more than one query, the
+    sequence and the number of each tile of rows. `starts` and `lens`: `query_starts` and `context_lens` of all
+    sequences. `longest`: the longest context of `decodes`.
     """
 
     decodes: Tensor

@@ -11,8 +11,8 @@ of a product is therefore bit-identical to `linear` with that expert alone, what
 products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of
 a row by ascending expert id. No kernel adds floats atomically.
 
-Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
-router's product, the shared expert, or the summation over K (products.py).
+Owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's experts.
+Does not own the router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def most_tiles(pairs: int, num_experts: int, width: int) -> int:
 
 
 def _list(experts: Tensor, num_experts: int, width: int) -> _Lists:
-    """Return the lists of experts [M, top_k], in tiles of this width."""
+    """Return the list of pairs of each expert, cut into tiles of this width, for experts [M, top_k]."""
     pairs = experts.numel()
     shapes = (pairs,), (most_tiles(pairs, num_experts, width), 3), (num_experts + 1,)
     lists = _Lists(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
@@ -322,8 +322,8 @@ def _gate_up_kernel(
 ):
     """Program (i, tile): the i-th block of features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` are counted in
-    units (`products.unit`).
+    The upper half of a tile's features belongs to gate, the lower half to up. `features`, `columns` and `piece` are
+    counted in units (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return

@@ -242,8 +242,8 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
 
 
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """Return the key that orders ways: modelled seconds, then token tiles if there are few tokens, then the tile's
-    size.
+    """Return the key by which ways to compute a product are ordered: modelled seconds, then token tiles if there are
+    few tokens, then the tile's size.
 
     The modelled seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus the
     time to fold the parts.

@@ -2,14 +2,14 @@
 products of q, k and v. The products themselves are in products.py.
 
 A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
-counterpart in the other half. Norms sum a row in an explicit order, neighbours first, which does not depend on the
+counterpart in the other half. Norms sum a row in an explicit order (neighbours first) that does not depend on the
 compiler's layouts. The norm of a head's query or key therefore has the same bits in every kernel. All other steps are
 elementwise, in float32.
 
 Attention relies on a guarantee of this module: every element of v in the cache is finite. A non-finite element of v is
-stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
-results of queries that see a token with a NaN key become NaN. For queries that do not see the token, its v is finite
-and has weight zero.
+stored as 0. If k or v of a token has a non-finite element in a head, all elements of the token's k in that head are
+stored as NaN. Only the results of queries that see a token with a NaN key become NaN. For queries that do not see the
+token, its v is finite and has weight zero.
 """
 
 from __future__ import annotations

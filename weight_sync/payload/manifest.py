@@ -72,7 +72,7 @@ class Rows(_Part):
 class Elements(_Part):
     """Changed elements of the tensor `name`: `count` ascending flat indices (int32), then `count` values.
 
-    `total`: the number of changed elements of the tensor in the whole push, over all pieces; 0 for an unchanged tensor.
+    `total`: the number of the tensor's changed elements in all pieces of the push; 0 for an unchanged tensor.
     """
 
     kind: Literal["elements"] = "elements"
@@ -90,7 +90,7 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 
 class Bucket(_Part):
     """A bucket: `num_bytes` bytes that are sent together, and the pieces that these bytes hold. `index`: number of the
-    bucket in its push, from 0.
+    bucket in the push, counted from 0.
 
     In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
     checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gap bytes between
@@ -234,7 +234,7 @@ class Adapters(_Part):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this push is adapters-only, that is, without base weights."""
+        """Return whether the push contains adapters but no base weights."""
         return self.base is not None
 
 
@@ -286,8 +286,8 @@ class Parameters(Protocol):
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
-    """Raise PushError unless `names` lists every parameter exactly once, by the parameter's name or by the names of all
-    parts.
+    """Raise PushError unless `names` lists every parameter exactly once, either by the parameter's name or by the names
+    of all its parts.
     """
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)

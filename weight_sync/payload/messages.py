@@ -1,4 +1,4 @@
-"""The messages of a push, and the base types of all messages of the wire protocol.
+"""The messages of a push, and the base types of all messages in the wire protocol.
 
 `rollout.protocol` adds these messages to its unions of message types, and owns the format of messages on the wire.
 Imports no torch.
@@ -90,7 +90,7 @@ class VerifyPush(Message):
 class CommitPush(Message):
     """Call that makes the worker serve the verified weights from the engine's next step on.
 
-    `timeout`: limit on a `drain` of running requests, in seconds.
+    `timeout`: limit in seconds on the drain of running requests, if `in_flight` is `drain`.
     """
 
     type: Literal["commit_push"] = "commit_push"
@@ -149,9 +149,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state`, `weight_version`: state and version of the worker. `pause_seconds`: the time for which the commit kept the
-    engine from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push
-    with `lends`.
+    `state`, `weight_version`: the worker's state, and the version of its weights. `pause_seconds`: how long the commit
+    prevented the engine from running steps; None before the commit. `lent`: the memory that the worker lends, once it
+    has verified a push with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"

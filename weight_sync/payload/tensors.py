@@ -57,7 +57,7 @@ def raw_bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
-    """Return the `checksum` of bytes in host memory, and whether the numbers from byte `start` on are all finite.
+    """Return the `checksum` of bytes in host memory, and whether all numbers from byte `start` on are finite.
 
     `dtype`: dtype of these numbers. The check takes one pass over the memory, in a fraction of the time that `isfinite`
     takes.
@@ -72,7 +72,7 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
-    """Return whether numbers with these bits are all finite. `infinity`: the bits of infinity."""
+    """Return whether all numbers with these bits are finite. `infinity`: the bits of infinity."""
     # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
     # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
@@ -99,9 +99,9 @@ def word_sum(data: torch.Tensor) -> int:
 
     The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word w with index i is
     replaced by h(w ^ i * c), where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood,
-    2014). The sum of all words is taken modulo 2**64, in any order, so that every device computes the same sum. As h is
-    a bijection, every change within one word is detected. Moved words, or several changed words, go undetected with
-    probability 2**-64 if h is taken as random.
+    2014). The hashes of all words are added modulo 2**64. The order does not matter, so every device computes the same
+    sum. As h is a bijection, every change within one word is detected. Moved words, or several changed words, go
+    undetected with probability 2**-64 if h is taken as random.
     """
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     rest = torch.nn.functional.pad(data[whole:], (0, whole + _WORD_BYTES - len(data)))

@@ -28,8 +28,8 @@ class Checksums:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor, or `tensor` itself if it is not
-        sharded.
+        """Return the checksum of a tensor after conversion to `dtype`. `whole`: the gathered tensor, or `tensor` itself
+        if it is not sharded.
         """
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
@@ -40,8 +40,8 @@ class Checksums:
 class AdaptedTensors(Protocol):
     """A PEFT model's tensors and adapters, under the names that workers know.
 
-    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained whole. `adapters`: maps the
-    name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
+    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained as a whole, without an
+    adapter. `adapters`: maps the name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
     """
 
     @property
@@ -55,9 +55,9 @@ class AdaptedTensors(Protocol):
 class TrainerAdapters:
     """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, under the names that workers know. `tensors`: the base weights that are not sent,
-    followed by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
-    no adapter is enabled.
+    `sent`: the tensors to send, by the names that workers use. `tensors`: the base weights that are not sent, followed
+    by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and no
+    adapter is enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:

@@ -6,7 +6,7 @@ weights.
   at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
   be cut. No bucket has more than `MOST_PIECES` pieces.
 - `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
-  slot. The copy also converts dtype and device.
+  slot. This copy also converts the tensor's dtype and moves it to the slot's device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
   (for pushes of adapters).
 
@@ -141,7 +141,7 @@ def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
 
 
 def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int:
-    """Return the size of the largest bucket that tensors of these shapes can need, in bytes."""
+    """Return the size in bytes of the largest bucket that tensors of these shapes can need."""
     blocks = [
         min(rows, multiple) * num_bytes for rows, num_bytes, multiple in (row_layout(s, itemsize) for s in shapes)
     ]
@@ -283,8 +283,8 @@ class WeightSender:
     ) -> PushResult:
         """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
 
-        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors; with `adapters`, over
-        `adapters.tensors`. Raise PushError if the push fails.
+        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push; if `adapters` is
+        given, over `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
@@ -442,7 +442,7 @@ class WeightSender:
 
 @dataclass
 class _Load:
-    """The content of a push, and the check that it is complete.
+    """The content of a push, and the check that the content is complete.
 
     `wanted`: the parameters that the workers want. `adapters`: description of the push's adapters. `mapping`: the
     tensors by name, if they are known in advance. `tensors`: iterator over the tensors.

@@ -98,7 +98,9 @@ class TrainerTensors:
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. Return an invalid item unchanged, and None at the end."""
+        """Return the next tensor without consuming it. If the next item is invalid, return it unchanged. At the end,
+        return None.
+        """
         try:
             item = self._next()
         except StopIteration:
@@ -247,9 +249,9 @@ class PushResult:
     """The result of a push.
 
     `num_bytes`: bytes sent to each worker. `seconds`: duration of each phase. `pause_seconds`: the longest time for
-    which the commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent.
-    `left_out`: addresses of workers that were lost; the push continued without these workers. On ranks other than 0,
-    `left_out` has at most `MOST_TOLD` addresses.
+    which the commit prevented a worker's engine from running steps. `is_sparse`: True if only changed elements were
+    sent. `left_out`: addresses of workers that were lost; the push continued without these workers. On ranks other than
+    0, `left_out` has at most `MOST_TOLD` addresses.
     """
 
     version: int

@@ -2,7 +2,7 @@
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
 Does not own the content of the buckets, or their transport. Promises: no worker commits before every worker has
-verified. A push that fails before the commit is aborted at every worker.
+verified. If a push fails before the commit, it is aborted at every worker.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Transaction:
         return workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
-        """Let every worker serve the new weights. Return the longest pause of an engine in seconds."""
+        """Make every worker serve the new weights. Return the longest pause of an engine in seconds."""
         settings = self._settings
         call = CommitPush(
             id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout

@@ -46,8 +46,8 @@ _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
-    all workers have joined. Raise ConfigError if `host` is not an address of this machine.
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: the limit in
+    seconds until all workers have joined. Raise ConfigError if `host` is not an address of this machine.
     """
 
     def __init__(
@@ -211,7 +211,8 @@ def _start_thread(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError:
         raise PushError(
-            "collective: cannot start a thread, since the system has none left; allow more (ulimit -u), and push again"
+            "collective: cannot start a thread, since the system's limit is reached; raise the limit (ulimit -u), and "
+            "push again"
         ) from None
 
 
@@ -255,7 +256,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a transfer. Without a timeout, NCCL would make only the GPU wait, not the caller."""
+    """Wait for a transfer. Without a timeout, NCCL would block only the GPU, not the caller."""
     with _explained():
         work.wait(timeout)
 
@@ -288,6 +289,6 @@ def _end(groups: list[Any], others: list[object]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, and the cause that NCCL reports further down."""
+    """Return the first line of an error's text, and the cause that NCCL reports in a later line."""
     last = re.search(r"^Last error:\s?(.+)", str(error), re.MULTILINE)
     return f"{gloo.reason(error)} (Last error: {last[1]})" if last else gloo.reason(error)

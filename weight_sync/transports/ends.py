@@ -26,7 +26,7 @@ class Slots(Protocol):
         ...
 
     def open(self) -> None:
-        """Let the workers open the source. Does not wait for the workers."""
+        """Make the source ready for the workers to open. Does not wait for the workers."""
         ...
 
     def opened(self) -> None:

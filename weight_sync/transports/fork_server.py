@@ -2,14 +2,14 @@
 
 `python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. The server imports torch
 once, which takes seconds. For each push, the server forks two processes, which takes milliseconds. The receiving
-process joins the group and receives. The watcher waits for the receiving process and reports how that process ended.
-Watcher and receiving process end when the worker closes its end of the push's channel. The server ends when the worker
-closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the
-fork server outlives a push, and no process outlives the worker.
+process joins the group and receives the buckets. The watcher waits for the receiving process and reports how that
+process ended. Watcher and receiving process end when the worker closes its end of the push's channel. The server ends
+when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR.
+Therefore only the fork server outlives a push, and no process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
-per request. A request `{"side", "num_bytes"}` comes from the worker. `receive` means that a broadcast of `num_bytes`
+per request. The worker sends each request as `{"side", "num_bytes"}`. `receive` means that a broadcast of `num_bytes`
 bytes has been stored at the beginning of memory number `side`. The last message is `{"failed": REASON}` or `{"ended":
 CODE}`, where a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
 """
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: socket.socket, num_sides: int) -> None:
-    """Start the processes of every requested push, until `requests` is closed.
+    """Start the two processes of each push that is requested, until `requests` is closed.
 
     Each request comes with the descriptor of the push's channel and `num_sides` descriptors of memory.
     """

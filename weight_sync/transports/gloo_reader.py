@@ -1,11 +1,12 @@
-"""The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
+"""The worker's side of a push through gloo: a separate process receives buckets into memory that it shares with the
+worker.
 
 Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
 process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
 server. Promises: a crash of the receiving process fails only the push. Every wait ends at its deadline, or within
 `TURN_SECONDS` after the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
-behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
-of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
+behind. The fork server ends when this process ends. With a CPU build of torch, the fork server takes about 220 MB of
+memory, of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
 """
 
 from __future__ import annotations

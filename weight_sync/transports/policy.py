@@ -36,7 +36,7 @@ class PushPolicy:
     hosts: tuple[str, ...] = ()
 
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
-        """Open the regular files `names` in the folder of a push for reading. The caller closes them.
+        """Open for reading the regular files `names` in the folder of a push. The caller closes them.
 
         Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
         same text for every cause, so that a client cannot find out which files exist. The log has the cause.

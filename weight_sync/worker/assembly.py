@@ -85,7 +85,7 @@ class KeptBase(Protocol):
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """A staging area that other workers can map after it is complete."""
+    """A staging area that other workers can map once it is complete."""
 
     def lend(self) -> tuple[int, int, int, int]:
         """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
@@ -157,7 +157,7 @@ class Assembly:
         self._tallies: dict[str, _Tally] = {}
 
     def check(self, bucket: Bucket) -> None:
-        """Raise PushError unless every piece lies inside the bucket and has the size that its shape needs."""
+        """Raise PushError unless every piece is inside the bucket and has the size that the piece's shape requires."""
         for piece in bucket.pieces:
             self._check_extent(piece)
             expected = self._num_bytes(piece)

@@ -1,7 +1,7 @@
 """The worker's side of a push: one thread that runs the push from beginning to end.
 
 - `CallQueue` owns the pending calls of the push.
-- `Writing` owns the permission to write, which the push's thread and the closing thread share.
+- `Writing` owns the permission to write, which is shared by the push's thread and the thread that closes the push.
 - `Intake` owns the order of the buckets.
 - `Receiver`, the thread, owns the transport's reader (group, mapped memory), and owns the staging until the commit.
 
@@ -64,8 +64,8 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """Return the limit in seconds for other workers to begin. The limit is longer if a push in place may first drain
-    running requests.
+    """Return the limit in seconds on the time that other workers take to begin the push. The limit is longer if a push
+    in place may first drain running requests.
     """
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
@@ -235,9 +235,9 @@ first, and the trainer's error names the silent worker. The other workers cannot
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `publish`: called on the receiver's thread with each event. `progress` may be read at any time. `staging` may be
-    read once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
-    commit, and calls `close`.
+    `publish`: the function that the receiver calls with each event, on the receiver's thread. `progress` may be read at
+    any time. `staging` may be read once the push is verified. After verification, do not call `take` again: the worker
+    takes the staging for the commit, and calls `close`.
     """
 
     def __init__(
@@ -355,7 +355,8 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: lends requires whole tensors, no in_place, and a worker with a kin; push without lends"
+                "begin_push: lends requires whole tensors, no in_place, and a worker that can share memory; push "
+                "without lends"
             )
         return self._weights.new_lendable()
 
