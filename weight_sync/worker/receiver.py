@@ -378,8 +378,8 @@ class Receiver(threading.Thread):
         except (OSError, OverflowError) as error:
             log.warning("cannot map the weights that process %d lends: %s", source.pid, error)
             raise PushError(
-                f"lent: cannot map the weights that process {source.pid} lends; check that process {source.pid} still "
-                "runs, and push again; the log of the worker that raised this error has the cause"
+                f"lent: cannot map the weights that process {source.pid} lends; check that the process still runs, "
+                "and push again; the log of the worker that raised this error has the cause"
             ) from None
         self._answer(begin.id, "begun")
         if not self._writing.is_closed and (call := self._calls.next()) is not None:
