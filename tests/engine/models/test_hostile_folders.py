@@ -141,9 +141,9 @@ def test_settings_beyond_any_model_are_refused(folder: Path, settings: dict[str,
 @pytest.mark.parametrize(
     ("factor", "found"),
     [
-        (float("nan"), "do not rotate"),
-        (float("inf"), "do not rotate"),
-        (-1.0, "do not rotate"),
+        (float("nan"), "do not give a valid rotation"),
+        (float("inf"), "do not give a valid rotation"),
+        (-1.0, "do not give a valid rotation"),
         ("x", "TypeError"),
         (10**400, "OverflowError"),
     ],

@@ -140,7 +140,7 @@ def test_adapters_start_anew_after_a_push_of_weights(llama: tuple[Engine, str], 
     plain = {name: tensor + 1 for name, tensor in dense(engine).items()}
     with publishing(address, "shared", sparse=sparse) as to:
         to.push(plain, 1)
-        with pytest.raises(PushError, match="adapters: were trained on other weights than this worker's"):
+        with pytest.raises(PushError, match="adapters: the adapters were trained on other weights than this worker's"):
             to.push(model, 2, adapters=True)
         assert_equal(dense(engine), plain)
         assert not to.push(model, 2).is_sparse
@@ -260,7 +260,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
             dict(weights=[[NAME, 2**16 - 1, 1.0]]),
             "A and B have .* elements .limit .*, 4 times the elements of all weights",
         ),
-        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter but no base"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter, but adapters.base does not list them"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
         (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),
@@ -301,7 +301,7 @@ def test_models_that_cannot_be_pushed_as_adapters_are_refused(
             to.push(model.get_base_model(), 1, adapters=True)
         with pytest.raises(PushError, match="lora_dropout = 0.1 is not supported"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)
-        with model.disable_adapter(), pytest.raises(PushError, match="adapters: none are enabled"):
+        with model.disable_adapter(), pytest.raises(PushError, match="adapters: no adapter is enabled"):
             to.push(model, 1, adapters=True)
         with pytest.raises(PushError, match="unknown to the worker's model"):
             to.push(adapt(folders["qwen3_moe"]), 1, adapters=True)

@@ -218,7 +218,7 @@ def test_a_trainer_that_cannot_start_a_thread_is_an_error(monkeypatch: pytest.Mo
     slots = new_slots(1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(PushError, match="^collective: cannot start a thread, since the system has none left"):
+        with pytest.raises(PushError, match="^collective: cannot start a thread, since the system's limit is reached"):
             slots.open()
     slots.close()
 
