@@ -44,8 +44,8 @@ class _Failures:
     """The failed hand-overs since the last reset.
 
     `num_refusals`: number of refused attempts. `num_passing`: number of hand-overs that failed for a transient cause.
-    `are_final`: whether the fleet gives up, even if the peer's state changes. `pause`: seconds to wait after the next
-    failure. `due`: time of the next attempt, in monotonic seconds.
+    `are_final`: True if the fleet must not try again, even if the peer's state changes. `pause`: seconds to wait after
+    the next failure. `due`: time of the next attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0
