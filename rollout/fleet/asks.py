@@ -56,8 +56,8 @@ class Ask:
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether this `Ask` is for a whole request and the worker has sent all `n` samples. If True, the next
-        reply is the terminal reply.
+        """Return whether this `Ask` is for a whole request and the worker has sent all `n` samples. If the result is
+        True, the next reply is the terminal reply.
         """
         return None in self.messages and self.num_samples == n
 

@@ -116,9 +116,9 @@ class Fleet:
         the fleet try again.
 
         Raise the error of a worker that cannot start, or that cannot get the weights of the other workers. Raise
-        IllegalStateError if workers must be added while all workers are asleep. Also raise it if all workers were lost
-        and no copy of the pushed weights is left. Raise TruerollError if the fleet is closed during the call. After an
-        error, the fleet still tries to reach `num_workers`.
+        IllegalStateError if workers must be added while all workers are asleep. Raise IllegalStateError also if all
+        workers were lost and no copy of the pushed weights is left. Raise TruerollError if the fleet is closed during
+        the call. After an error, the fleet still tries to reach `num_workers`.
         """
         _check_count(num_workers)
         try:

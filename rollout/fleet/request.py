@@ -114,7 +114,7 @@ class FleetRequest:
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
         """If the request is slow (a straggler) and another worker is eligible, also request the missing samples from
-        the other worker. Return whether they were requested. `now`: monotonic seconds.
+        the other worker. Return whether the missing samples were requested. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
         if self._state.is_over or not self._state.num_to_ask or len(self._attempts) != 1 or pace is None:
