@@ -124,12 +124,14 @@ class WorkerProcess:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise WorkerFailedError(
-                    "worker: it was not ready within startup_timeout; raise the timeout, or see the worker's log above"
+                    "worker: the process was not ready within startup_timeout; raise the timeout, or see the log above"
                 )
             part = os.read(self._process.stdout.fileno(), 4096)
             if not part:
                 code = self._process.wait()
-                raise WorkerFailedError(f"worker: it ended with exit code {code} during startup; see its log above")
+                raise WorkerFailedError(
+                    f"worker: the process ended with exit code {code} during startup; see the worker's log above"
+                )
             line += part
         return line
 

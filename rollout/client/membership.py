@@ -157,7 +157,7 @@ def _members_in(text: str) -> tuple[Member, ...]:
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
-        raise ValueError("it is not a JSON map with a list of members")
+        raise ValueError("the text is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
         raise ValueError("it has a member twice")

@@ -139,8 +139,7 @@ class Placement:
         self._loads.add(worker)
 
     def remove(self, worker: str) -> None:
-        """Remove a worker, and forget which prefixes its cache holds. The caller must place the worker's groups again.
-        """
+        """Remove a worker, and forget the prefixes in its cache. The caller must place the worker's groups again."""
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:

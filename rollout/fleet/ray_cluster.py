@@ -213,8 +213,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end a local cluster. If other code in this process made the connection, stay connected.
-        """
+        """Leave the cluster, or end a local cluster. Stay connected if other code in this process connected."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -340,7 +339,7 @@ class WorkerActor:
 
     def _check_cluster(self) -> None:
         if not self._cluster.is_there:
-            raise WorkerLostError("the worker's actor was lost together with its cluster")
+            raise WorkerLostError("the worker's actor was lost, because its Ray cluster was lost")
 
 
 class _Runner:

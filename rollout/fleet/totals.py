@@ -54,8 +54,7 @@ def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
 
 
 def all_statuses(statuses: Sequence[protocol.Status]) -> protocol.Status:
-    """Combine the statuses of one or more workers: the state of the least ready worker and the oldest weight version.
-    """
+    """Combine the statuses of several workers: the state of the least ready worker and the oldest weight version."""
     worst = max(statuses, key=lambda status: _LEAST_READY_LAST.index(status.state))
     return worst.model_copy(update={"weight_version": min(status.weight_version for status in statuses)})
 

@@ -277,7 +277,7 @@ class _OwnKeys:
             own = cls(**json.loads(_read_private(file)))
             for key in astuple(own):
                 if not isinstance(key, str) or not _is_key(key):
-                    raise ValueError("a value is not a key")
+                    raise ValueError("a value in the file is not a CURVE key")
             return own
 
     @classmethod

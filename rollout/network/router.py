@@ -179,8 +179,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. When the monitor reports the end of the connection, `follow` removes the connection.
-        """
+        """Shut down a connection. When the monitor reports the end, `follow` removes the connection."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -263,8 +262,7 @@ class Outboxes:
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame now, or as soon as the client reads. Return False if the client has disconnected or was dropped.
-        """
+        """Send a frame now, or when the client reads. Return False if the client has disconnected or was dropped."""
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:

@@ -222,8 +222,7 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
 
 
 def num_listed(message: Carrier) -> int:
-    """Return the number of elements per token in a message's listed columns (columns with several elements per token).
-    """
+    """Return the number of elements per token in listed columns (columns with several elements per token)."""
     return 0 if message.tops is None else message.tops.k
 
 

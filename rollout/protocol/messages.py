@@ -242,8 +242,8 @@ class TopArrays(Message):
         expected = self.k * len(self.entropy)
         if len(self.token_ids) != expected or len(self.logprobs) != expected:
             raise ValueError(
-                f"tops: token_ids and logprobs must each have {expected} bytes, {self.k} elements for each entropy "
-                f"(got {len(self.token_ids)} and {len(self.logprobs)} bytes)"
+                f"tops: token_ids and logprobs must each have {expected} bytes ({self.k} elements per token), but have "
+                f"{len(self.token_ids)} and {len(self.logprobs)} bytes"
             )
         return self
 
@@ -286,8 +286,7 @@ class FinishedSample(Message):
 
 
 class Delta(Message):
-    """New tokens of a sample of request `id`, starting at token `start`. The fields are the same as in `SampleDelta`.
-    """
+    """New tokens of a sample of request `id`, starting at token `start`. The fields are those of `SampleDelta`."""
 
     id: Id
     index: Count

@@ -195,7 +195,7 @@ class WorkerClients:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
             if self.addresses[position] in self._gone:
-                raise WorkerLostError("worker: it has left its fleet; see the fleet's log") from None
+                raise WorkerLostError("worker: the worker has left its fleet; see the fleet's log") from None
             raise
 
     async def _follow(self, membership: Membership) -> None:

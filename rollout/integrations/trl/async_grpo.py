@@ -144,7 +144,9 @@ class TruerollWorker:
             return
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineError(f"rollouts: a reward function did not return within {STOP_SECONDS} s; make it return")
+            raise DeadlineError(
+                f"rollouts: a reward function did not return within {STOP_SECONDS} s; check why the function hangs"
+            )
 
     def update_model_version(self, model_version: int) -> None:
         """Record that the trainer has pushed `model_version`."""
@@ -277,4 +279,4 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: it has no rows, or it cannot be iterated again; give a list")
+            raise ConfigError("train_dataset: the dataset has no rows, or can be iterated only once; give a list")

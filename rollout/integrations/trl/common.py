@@ -68,7 +68,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
     for sample in samples:
         if sample.finish_reason not in ("stop", "length"):
             raise TruerollError(
-                f"sample: it ended with finish reason {sample.finish_reason} "
+                f"sample: generation ended with finish reason {sample.finish_reason} "
                 f"({sample.error or 'aborted by a client, or by a push with in_flight abort'}); see the worker's log"
             )
         for span in sample.weight_versions:

@@ -66,8 +66,7 @@ class TruerollAdapter(BaseRollout):
         await server.set_version.remote(version)
 
     async def _server(self) -> Any:
-        """Return the server's actor. The actor is looked up on first use, because verl creates servers after adapters.
-        """
+        """Return the server's actor. The first call looks up the actor, because verl creates servers after adapters."""
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()

@@ -61,8 +61,7 @@ class TruerollServer:
         self._rejects = False
 
     def address(self) -> str:
-        """Return the address of the worker, or the path of the fleet's file. Clients use trueroll's protocol, not HTTP.
-        """
+        """Return the worker's address, or the path of the fleet's file. Clients use trueroll's protocol, not HTTP."""
         return self._address
 
     def version(self) -> int:
