@@ -260,8 +260,8 @@ class AsyncRolloutClient:
     ) -> list[SampleOutput]:
         """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
-        - `samples`: one sample of `generate` for each prompt. A sample is continued if its finish reason is `abort`, or
-          if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
+        - `samples`: one sample for each prompt, from `generate`. A sample is continued if its finish reason is `abort`,
+          or if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
           unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the model's
           context is full.
         - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
@@ -457,10 +457,10 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
-        Each sample is yielded once. Requested deltas come before their sample. `what`: name of the caller's argument,
-        such as `prompts`, for error texts that name `prompts[3]`. `errors`: with `return`, errors are yielded instead
-        of raised. `in_groups`: the caller uses samples only after their group has ended. With `in_groups`, a client of
-        several workers may restart a group and yield the group's samples again.
+        Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
+        caller's argument, such as `prompts`, for error texts that name `prompts[3]`. `errors`: with `return`, errors
+        are yielded instead of raised. `in_groups`: the caller uses samples only after their group has ended. With
+        `in_groups`, a client of several workers may restart a group and yield the group's samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -543,9 +543,9 @@ def _blocking(
 class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
-    Promises: every coroutine that is submitted before the call of `end` is run. `submit` and `end` may be called on the
-    loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns without
-    waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
+    Promises: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
+    on the loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns
+    without waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
     """
 
     def __init__(self, name: str) -> None:

@@ -64,9 +64,9 @@ class Received:
     """A sample that is still arriving. `put` and `finish` add messages from the worker; `take` returns the new tokens.
 
     Promises: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended, or
-    at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if the
-    connection was lost, and the worker had dropped the request when it was sent again. Even if the caller reads deltas
-    late, the object stores each token of the sample only once.
+    at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if its
+    request was sent again after a lost connection, and the worker no longer had the request. Even if the caller reads
+    deltas late, the object stores each token of the sample only once.
     """
 
     def __init__(self) -> None:

@@ -180,8 +180,8 @@ def _member_of(entry: Any) -> Member:
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
-    """Replace the fleet's file atomically. The file has addresses but no keys. `mode`: mode of the file, before the
-    umask.
+    """Replace the fleet's file atomically. The file has addresses but no keys. `mode`: permission bits of the file,
+    before the umask is applied.
     """
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 

@@ -65,8 +65,8 @@ class Link:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the worker is gone or about to exit. Such a worker may abort samples that no caller has
-        aborted.
+        """Return whether the worker is gone or about to exit. A worker that is about to exit may abort samples that no
+        caller has aborted.
         """
         return self.is_gone or self.is_silent or (self.health is not None and self.health.state in _ENDING)
 

@@ -28,7 +28,7 @@ class Worker:
     - `load`: total cost of the `count` groups in flight
     - `done`, `busy`: cost of the finished groups, and seconds with groups in flight; older values count less in both
     - `since`: the time up to which `busy` is counted
-    - `speed`: speed relative to the mean of the fleet
+    - `speed`: speed relative to the average speed of the fleet
     - `pressure`: load divided by speed
     - `alone`: a tuple of only this worker
     """

@@ -1,8 +1,8 @@
 """Metrics of a whole fleet in one scrape: the metrics of each worker, with the label `worker`, and the metrics of the
 fleet.
 
-docs/operations.md describes the metrics of a worker, and docs/fleet.md describes the metrics of a fleet. A test
-compares both pages with the code.
+docs/operations.md describes the metrics of a worker, and docs/fleet.md describes the metrics of a fleet. A test checks
+that both files in `docs` match the code.
 """
 
 from __future__ import annotations

@@ -125,9 +125,9 @@ def is_loopback(ip: str) -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the cluster at `address` requires a token. To find out, a child process tries to connect without a
-    token. `auto` means the cluster that Ray finds. Raise ConfigError if this cannot be determined, for example because
-    no cluster runs.
+    """Return whether the cluster at `address` requires a token. The check runs in a child process, which tries to
+    connect without a token. `auto` means the cluster that Ray finds. Raise ConfigError if it is unclear whether a token
+    is required, for example because no cluster runs.
     """
     where = [] if address == "auto" else ["--address", address]
     environment = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
@@ -152,7 +152,7 @@ def asks_for_token(address: str) -> bool:
 def reachable_ip(node_ip: str) -> str:
     """Return the IP address at which other machines can reach this machine. Return `node_ip`, the IP address that Ray
     has for this node. If `node_ip` is a loopback address, return the address of the network interface with the default
-    route. If there is no default route either, return `node_ip`.
+    route. Without a default route, return `node_ip`.
     """
     if not is_loopback(node_ip):
         return node_ip

@@ -40,8 +40,9 @@ def _outliving_its_raylet() -> Iterator[None]:
 
     On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
     the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
-    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. Ray
-    would treat a fleet that a service manager started as an orphan. So the variable is set to the id of this process.
+    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. If a
+    service manager starts the fleet, Ray would treat the fleet as such an orphan. So the variable is set to the id of
+    this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -213,7 +214,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end a local cluster. Stay connected if other code in this process connected."""
+        """Leave the cluster, or end a local cluster. Keep a connection that other code in this process opened."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -343,7 +344,7 @@ class WorkerActor:
 
 
 class _Runner:
-    """The class of the actor. Ray runs its methods on separate threads."""
+    """The class of the actor. Ray runs calls of the actor's methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None

@@ -235,8 +235,8 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """Return the terminal reply of a group. If its `max_tokens` is None, replace None with the number that workers use
-    for None.
+    """Return the terminal reply of a group. If `max_tokens` in the reply is None, replace it with the number of tokens
+    that workers use instead.
     """
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:

@@ -23,8 +23,8 @@ class Slot:
     """A slot for one worker of the fleet, with the current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error with which the slot's first worker failed to
-    run; None once a worker runs. `waits_since`: for a worker that waits for a push because no copy of its weights is
-    left, the number of `scale` calls up to the last attempt to hand over weights; None for all other workers.
+    run; None once a worker runs. `waits_since`: number of `scale` calls before the last attempt to give the worker its
+    weights, if the worker waits for a push because no copy of the weights is left; None otherwise.
     """
 
     name: str

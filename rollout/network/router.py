@@ -179,7 +179,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. When the monitor reports the end, `follow` removes the connection."""
+        """Shut down a connection. `follow` removes the connection once the monitor reports that it ended."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -229,7 +229,8 @@ class Outboxes:
 
     At the limit, the user with the most queued bytes is selected, and the connection of this user with the most queued
     bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored. Messages are
-    accepted again once the client has read an error without an id, which ends all calls of the client.
+    accepted again once the client has read an error reply without an id. An error reply without an id ends all calls of
+    the client.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Return the maximum number of new tokens, and remove vLLM's or SGLang's name for this setting from `fields`."""
+    """Remove the keys `max_tokens` and `max_new_tokens` from `fields`, and return the maximum number of new tokens."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(
