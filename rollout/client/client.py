@@ -9,8 +9,8 @@ Promises:
   With `errors="return"`, the call returns errors instead of raising them.
 - If a call raises, is cancelled or is interrupted, or a stream is closed early, the client abandons the unfinished
   requests. The worker then aborts every abandoned request that no other client waits for.
-- If the worker is lost, or replies are lost on the way, the client does not abort the requests. The caller can submit
-  the requests again.
+- If the worker or its replies are lost, the client does not abort the requests. The caller can submit the requests
+  again.
 - The client acknowledges results, so that the worker can drop them.
 """
 
@@ -90,8 +90,8 @@ class AsyncRolloutClient:
 
     - `timeout`: if the worker sends nothing for this many seconds, pending calls raise WorkerLostError. A worker
       answers health checks even while it computes or loads its model.
-    - `server_public_key`, `client_key`: the public key of a worker with named clients, and the secret key of this
-      client. Give both keys or neither. A key is a Z85 string, or the path of a key file made by
+    - `server_public_key`, `client_key`: for a worker with named clients, the worker's public key and this client's
+      secret key. Give both keys or neither. A key is a Z85 string, or the path of a key file made by
       `zmq.auth.create_certificates` (`.key`, `.key_secret`).
     - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
       Set `while_connected` if the client does not submit lost requests again.
@@ -153,20 +153,21 @@ class AsyncRolloutClient:
     ) -> list[Group] | list[Group | TruerollError]:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
-        - `params`: the parameters of all prompts, or a list with parameters for each prompt. None: the defaults. If
-          there are several prompts, a single `params` must not have a seed, because all prompts would draw the same
-          noise.
+        - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
+          several prompts, a single `params` must not have a seed, because all prompts would draw the same noise.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
           from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
-          the same weights, even after a crash of client or worker. If a request is submitted again while it is in
-          flight, or because its results were lost on the way, the worker does not compute it again.
-        - `errors`: with `return`, a failed prompt gives an error instead of a Group, and the other prompts finish.
+          the same weights, even after a crash of client or worker. The worker does not recompute a request that is
+          submitted again while in flight, or after its results were lost.
+        - `errors`: with `return`, the result for a failed prompt is an error instead of a Group, and the other prompts
+          finish.
         - `progress`: show a progress bar on a terminal.
-        - `min_weight_version`: oldest weight version with which a request may begin. If the worker has older weights,
-          for example after a restart, the call raises StaleWeightsError. A push with `allow_older` may bring older
-          weights after the request has begun. The version spans of a sample show which weights generated which tokens.
+        - `min_weight_version`: minimum weight version at which a request may begin. If the worker has older weights,
+          for example after a restart, the call raises StaleWeightsError. After a request has begun, a push with
+          `allow_older` may still replace the weights by older weights. The version spans of a sample show which weights
+          generated which tokens.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
           `min_weight_version`.
         """
@@ -233,7 +234,7 @@ class AsyncRolloutClient:
         `deltas`: before the finished sample, also yield (position, SampleDelta) for new tokens as they arrive. The
         concatenated deltas of a sample equal the sample bit for bit. Each delta begins where the previous delta ended,
         or at token 0. If a later delta begins at token 0, the sample was restarted, for example after a lost
-        connection. Discard the earlier deltas of a restarted sample. If the caller reads slowly, waiting deltas of a
+        connection. If a sample is restarted, discard its earlier deltas. If the caller reads slowly, unread deltas of a
         sample are merged into one. If another client already runs the same request, the first delta has all tokens so
         far.
         """
@@ -259,13 +260,13 @@ class AsyncRolloutClient:
     ) -> list[SampleOutput]:
         """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
-        - `samples`: one sample of `generate` for each prompt. A sample is continued if its finish reason is `abort`, or
-          if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
+        - `samples`: one sample for each prompt, from `generate`. A sample is continued if its finish reason is `abort`,
+          or if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
           unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the model's
           context is full.
-        - `params`: the parameters of the original call, or `Group.params`. `n` and the seed are ignored, because each
-          sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of a sample. A
-          stop string may begin in the existing tokens.
+        - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
+          because each sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of
+          a sample. A stop string may begin in the existing tokens.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
@@ -286,7 +287,9 @@ class AsyncRolloutClient:
     async def _check_fills_context(
         self, request: protocol.Generate, sample: SampleOutput, error: TruerollError
     ) -> None:
-        """Raise the worker's `error`, except if the worker refused because the sample already fills the context."""
+        """Raise the worker's `error`, unless the sample already fills the context and the worker refused for that
+        reason.
+        """
         if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
             raise error
         engine = (await self.health()).engine
@@ -353,7 +356,7 @@ class AsyncRolloutClient:
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
-        """Return the worker's health. The worker answers at once, even while it computes or loads its model."""
+        """Return the worker's health. The worker replies at once, even while it computes or loads its model."""
         reply = await self.ask(protocol.GetHealth(id=protocol.new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
@@ -394,7 +397,7 @@ class AsyncRolloutClient:
     ) -> protocol.Status:
         """Release the memory of `tags` until `wake_up`.
 
-        - `level`: 1 keeps the weights on the host; 2 drops the weights, so a push must bring new weights.
+        - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must bring new weights.
         - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
           `timeout` seconds. `recompute` keeps the tokens so far and continues the requests after `wake_up`. `abort`
           ends the requests with their tokens so far.
@@ -415,7 +418,7 @@ class AsyncRolloutClient:
     async def weight_checksums(self) -> protocol.Checksums:
         """Return the XXH3 hash of the bytes of every served parameter.
 
-        The worker computes the hashes between two steps, so the next step waits for the hashes.
+        The worker computes the hashes between two engine steps, so the next step waits for the hashes.
         """
         reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
         assert isinstance(reply, protocol.Checksums)
@@ -437,7 +440,7 @@ class AsyncRolloutClient:
         await self.close()
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send a protocol call that has a single reply. Return the reply, or raise it if it is an error."""
+        """Send a call that has a single reply. Return the reply; if the reply is an error, raise the error."""
         inbox = Inbox()
         self._connection.call(message, inbox)
         try:
@@ -454,10 +457,10 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
-        Each sample is yielded once. Requested deltas come before their sample. `what`: name of the caller's argument
-        with the requests, for error texts such as `prompts[3]`. `errors`: with `return`, errors are yielded instead of
-        raised. `in_groups`: the caller uses samples only after their group has ended. With `in_groups`, a client of
-        several workers may restart a group and yield the group's samples again.
+        Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
+        caller's argument, such as `prompts`, for error texts that name `prompts[3]`. `errors`: with `return`, errors
+        are yielded instead of raised. `in_groups`: the caller uses samples only after their group has ended. With
+        `in_groups`, a client of several workers may restart a group and yield the group's samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -528,7 +531,7 @@ def _check_ids(connection: Connection, ids: list[str]) -> None:
 def _blocking(
     call: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RolloutClient, P], T]:
-    """Return the blocking version of an asynchronous client's method, with its signature and docstring."""
+    """Return a blocking version of an asynchronous client's method, with the same signature and docstring."""
 
     @wraps(call)
     def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -540,9 +543,9 @@ def _blocking(
 class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
-    Promises: every coroutine that was submitted before `end` runs. `submit` and `end` may be called on the loop's own
-    thread, because the garbage collector may run there. If `end` is called on the loop's own thread, it does not wait.
-    In a forked process, `submit` returns a failed future without waiting, and `end` raises.
+    Promises: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
+    on the loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns
+    without waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -555,7 +558,7 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Return whether this process started the thread; False in a forked process."""
+        """Return whether the current process started the thread; False in a forked process."""
         return wrong_process(self._pid) is None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -722,7 +725,8 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """Return an error with `where` before its text. An error that is not about a single request is returned unchanged.
+    """Return a copy of an error, with `where` before the text. An error that is not about a single request is returned
+    unchanged.
 
     If the error's field is the prompt, `where` replaces the field.
     """
@@ -754,7 +758,7 @@ def _scored(reply: protocol.Scores) -> ScoreOutput:
 
 @contextmanager
 def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
-    """Yield a function to call for each finished sample."""
+    """Yield a function that the caller must call for each finished sample."""
     if not is_wanted:
         yield lambda: None
         return

@@ -4,8 +4,8 @@ Owns:
 
 - the socket (`Line`)
 - the pending calls (`PendingCalls`)
-- the replies that callers have not taken yet (`Inbox`), and partial samples (`Received`)
-- the times at which calls are sent, and the identity of the worker process (`Connection`)
+- the replies that callers have not read yet (`Inbox`), and partial samples (`Received`)
+- when calls are sent, and which worker process is connected (`Connection`)
 
 Does not own: what each call does (`client`).
 
@@ -13,7 +13,7 @@ Promises:
 
 - Every call gets its terminal reply or an exception.
 - After a lost connection, pending calls are sent again to the same worker process, which recognizes them by their ids.
-  If another process answers, or no process answers for `timeout` seconds, pending calls raise WorkerLostError.
+  If a different process answers, or no process answers for `timeout` seconds, pending calls raise WorkerLostError.
 - Replies are accepted only from a process that has the expected key or, without keys, runs as this user or root.
 - Everything runs in the event loop and the process of the first call. Calls from another event loop or process raise
   immediately.
@@ -64,9 +64,9 @@ class Received:
     """A sample that is still arriving. `put` and `finish` add messages from the worker; `take` returns the new tokens.
 
     Promises: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended, or
-    at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample begins again if its request
-    was sent again after a lost connection and the worker had dropped the request. At most the tokens of one sample are
-    kept, even if the caller takes deltas late.
+    at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if its
+    request was sent again after a lost connection, and the worker no longer had the request. Even if the caller reads
+    deltas late, the object stores each token of the sample only once.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Received:
         return not was_announced
 
     def finish(self, sample: FinishedSample) -> SampleDelta | None:
-        """Return the last delta of a finished sample; None if all tokens were already taken."""
+        """Return the last delta of a finished sample; None if the caller has already taken all tokens."""
         whole, growth = delta_of(sample), self._growth
         if growth is None or growth.num_tokens > whole.num_tokens or not growth.put(whole):
             self._begin(whole)
@@ -131,7 +131,7 @@ class Inbox:
             self._queue.put_nowait((delta.id, received))
 
     def finish(self, sample: protocol.FinishedSample) -> SampleDelta | None:
-        """Return the last delta of a finished sample; None if all tokens were already taken."""
+        """Return the last delta of a finished sample; None if the caller has already taken all tokens."""
         return self._received.pop((sample.id, sample.index), Received()).finish(sample)
 
     async def get(self) -> tuple[str, Reply | Received]:
@@ -161,7 +161,7 @@ class Listener(Protocol):
         ...
 
     def connected(self) -> None:
-        """Handle a new connection, on which nothing was sent yet."""
+        """Handle a new connection. Nothing has been sent on the connection yet."""
         ...
 
     def disconnected(self) -> None:
@@ -202,7 +202,7 @@ class Line:
         self._socket.send(frame)
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task until the line is closed."""
+        """Run a coroutine as a task, which is cancelled when the line is closed."""
         self._tasks[name] = asyncio.create_task(coroutine)
         self._tasks[name].add_done_callback(self._on_task_end)
 
@@ -218,7 +218,7 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """Return an error outside the process and the event loop of the first call, else None."""
+        """Return an error if the current process or event loop is not that of the first call, else None."""
         if self._home is None:
             return None
         pid, loop = self._home
@@ -360,7 +360,7 @@ class PendingCalls:
         return self._calls.get(id)
 
     def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Drop calls. Return the ids of the dropped calls that were already sent to the worker."""
+        """Drop calls. Return the ids of those dropped calls that were already sent to the worker."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
@@ -433,11 +433,11 @@ The worker disconnects a client that sends much faster than the worker reads.
 
 @dataclass
 class _Window:
-    """The send state of a connection.
+    """State for sending messages on a connection.
 
     `queue`: ids of calls to send. `unconfirmed`: bytes that were sent since the worker last confirmed receipt.
-    `is_open`: True once the worker has answered on this connection. `notices`: messages that are sent once the same
-    worker answers on the next connection.
+    `is_open`: True once the worker has answered on this connection. `notices`: messages to send when the same worker
+    answers on the next connection.
     """
 
     queue: deque[str] = field(default_factory=deque)
@@ -470,7 +470,9 @@ class Connection:
         self._end: TruerollError | None = None
 
     def call(self, message: protocol.Call, inbox: Inbox) -> None:
-        """Send a message, and put its replies into `inbox` with its id. The last reply is terminal or an exception."""
+        """Send a message, and put each reply into `inbox`, together with the message's id. The last reply is terminal
+        or an exception.
+        """
         if error := self._line.not_at_home() or self._end:
             raise error
         if not self._line.is_open:
@@ -525,8 +527,8 @@ class Connection:
         self._line.send(protocol.encode(protocol.GetHealth(id=id)))
 
     async def _watch(self) -> None:
-        """Check the worker's health four times per timeout. The timeout does not include intervals in which this event
-        loop did not run.
+        """Check the worker's health four times per timeout. Time in which this event loop was blocked does not count
+        towards the timeout.
         """
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
@@ -544,8 +546,8 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """Send the pending calls when the worker first answers on a new connection. If the worker was restarted, calls
-        that were sent to the old process fail.
+        """Called when the worker first answers on a new connection: send the pending calls. If the worker was
+        restarted, calls that were sent to the old process fail.
         """
         if self._worker is not None and worker.instance != self._worker.instance:
             self.calls.fail_sent(
@@ -559,7 +561,9 @@ class Connection:
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
-        """Reset the count of unconfirmed bytes. An answered health check confirms all earlier messages."""
+        """Reset the count of unconfirmed bytes. A reply to a health check confirms that all earlier messages were
+        received.
+        """
         self._window.unconfirmed = 0
         self._send_queued()
 

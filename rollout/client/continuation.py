@@ -1,8 +1,8 @@
 """Continue a sample that ended early: request its remaining tokens, then join the two parts.
 
 A token depends only on the weights, the preceding tokens, its position, and the seed of the sample. So the remaining
-tokens are requested as sample 0 of a new request. The prompt of the new request ends with the existing tokens, and its
-seed gives the noise of the original sample.
+tokens are requested as sample 0 of a new request. The prompt of the new request ends with the existing tokens. The seed
+of the new request gives the noise of the original sample.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def continuation(
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
-    """Join the two parts of a sample. Merge the two spans at the seam if their weight versions are equal."""
+    """Join the two parts of a sample. If the last span of the first part and the first span of the second part have the
+    same weight version, merge them.
+    """
     return replace(
         first,
         token_ids=first.token_ids + rest.token_ids,
@@ -99,7 +101,9 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
 
 
 def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
-    """Join the routed experts of two parts. The first rows of `rest` repeat the rows of `first` and are dropped."""
+    """Join the routed experts of two parts of a sample. The first rows of `rest` repeat the rows of `first` and are
+    dropped.
+    """
     if first is None or rest is None:
         return first if rest is None else rest
     return np.concatenate((first, rest[len(first) :]))

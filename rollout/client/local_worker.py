@@ -1,7 +1,8 @@
 """Start and stop a worker process.
 
-Owns: the child process, and the cleanup after a kill. The child reads its settings from a pipe that stays open. When
-the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
+Owns: the child process, and the cleanup after the child is killed. The child reads its settings from a pipe that stays
+open. When the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor
+zmq.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ STOP_MARGIN_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """A worker that runs as a child process. `address`: address to connect to. A context manager that stops the worker.
+    """A worker that runs as a child process. `address`: address to connect to. As a context manager, stops the worker
+    on exit.
 
-    A process that is forked from this one inherits the worker's pipe. The worker then runs until the forked process has
-    ended, too.
+    A process that is forked from this one inherits the worker's pipe. Then the worker runs until both this process and
+    the forked process have ended.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class WorkerProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit, and kill it at the deadline. No-op if the worker has ended."""
+        """Let the worker drain and exit. If the worker has not exited by the deadline, kill it. No-op if the worker has
+        ended.
+        """
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,12 +124,14 @@ class WorkerProcess:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise WorkerFailedError(
-                    "worker: it was not ready within startup_timeout; raise the timeout, or see the worker's log above"
+                    "worker: the process was not ready within startup_timeout; raise the timeout, or see the log above"
                 )
             part = os.read(self._process.stdout.fileno(), 4096)
             if not part:
                 code = self._process.wait()
-                raise WorkerFailedError(f"worker: it ended with exit code {code} during startup; see its log above")
+                raise WorkerFailedError(
+                    f"worker: the process ended with exit code {code} during startup; see the worker's log above"
+                )
             line += part
         return line
 
@@ -134,8 +140,8 @@ def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any
     """Start a worker that serves `model`, and return when the worker is ready.
 
     `settings`: settings of EngineConfig and WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
-    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: maximum number of seconds until the worker is ready. Raise
-    ConfigError for an unknown setting or an invalid value, ModelError if the model cannot be loaded, and
+    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: maximum number of seconds to wait until the worker is ready.
+    Raise ConfigError for an unknown setting or an invalid value, ModelError if the model cannot be loaded, and
     WorkerFailedError if the process ends early or is not ready in time.
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 class Member:
     """A worker of a fleet.
 
-    - `name`: name of the worker's slot in the fleet. A replacement has the same name.
+    - `name`: name of the worker's slot in the fleet. A worker that replaces a lost worker has the same name.
     - `incarnation`: id of the worker's process, different for each replacement; empty if unknown.
     - `standing`: `serving` (may get requests), `joining` (does not have the fleet's weights yet) or `leaving` (ends
       once its requests have finished).
-    - `trouble`: why the last attempt to give the worker the fleet's weights failed; empty if the attempt succeeded.
+    - `trouble`: error of the last attempt to give the worker the fleet's weights; empty if the attempt succeeded.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Member:
 
     @property
     def key(self) -> str:
-        """Identifier of the worker's process, made of name, incarnation and address."""
+        """Identifier of the worker's process, built from name, incarnation and address."""
         return f"{self.name}#{self.incarnation}@{self.address}"
 
     @property
     def told(self) -> str:
-        """The worker's name and its trouble."""
+        """The worker's name with the text of `trouble`."""
         return f"{self.name}: {self.trouble}"
 
 
@@ -63,7 +63,7 @@ class Membership(Protocol):
     """A source of the current members of a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Return the members, with unique names. Called often and from any thread, so the method must not block."""
+        """Return the members, with unique names. The method is called often, from any thread, and must not block."""
         ...
 
 
@@ -77,10 +77,12 @@ class PushNote:
 
 @runtime_checkable
 class KeepsPush(Protocol):
-    """A supervisor that records pushes, so that a replacement of a lost worker gets the right weights."""
+    """A supervisor that records pushes, so that the replacement of a lost worker gets the current weights."""
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers now serve this push. If all workers are lost at once, no other record is left."""
+        """Record that all workers now serve this push. If all workers are lost at once, the fleet has no other record
+        of the push.
+        """
         ...
 
 
@@ -124,8 +126,8 @@ class FleetFile:
         return self._members
 
     def note_push(self, note: PushNote) -> None:
-        """Write a note of the push beside the fleet's file, for the fleet's process. Raise ConfigError if the write
-        fails.
+        """Write a push note beside the fleet's file. The process that runs the fleet reads the note. Raise ConfigError
+        if the write fails.
         """
         try:
             mode = stat.S_IMODE(self._path.stat().st_mode)  # the note gets the mode of the fleet's file
@@ -155,7 +157,7 @@ def _members_in(text: str) -> tuple[Member, ...]:
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
-        raise ValueError("it is not a JSON map with a list of members")
+        raise ValueError("the text is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
         raise ValueError("it has a member twice")
@@ -178,8 +180,8 @@ def _member_of(entry: Any) -> Member:
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
-    """Replace the fleet's file atomically. The file has addresses but no keys. `mode`: mode of the file, before the
-    umask.
+    """Replace the fleet's file atomically. The file has addresses but no keys. `mode`: permission bits of the file,
+    before the umask is applied.
     """
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
@@ -213,12 +215,14 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path of the push note beside the fleet's file `path`. Trainers in other processes write the note."""
+    """Return the path of the push note, a file beside the fleet's file `path` that records the last push. Trainers in
+    other processes write the push note.
+    """
     return path.with_name(f"{path.name}.version")
 
 
 def noted_push(path: Path) -> PushNote | None:
-    """Return the push in the note; None if the note is missing or malformed."""
+    """Return the push that the push note records; None if the note is missing or malformed."""
     try:
         with open_regular(version_file(path)) as file:
             content = json.loads(read_text(file, MOST_NOTE_BYTES))
@@ -244,12 +248,14 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def is_fleet(target: str) -> bool:
-    """Return whether a string is a fleet's file or several addresses, rather than the address of one worker."""
+    """Return whether a string is the path of a fleet's file or several addresses, rather than the address of one
+    worker.
+    """
     return "://" not in target or "," in target
 
 
 def membership_of(fleet: FleetArg) -> Membership:
-    """Return the membership of a fleet. Raise ConfigError if the argument is invalid."""
+    """Return the membership of a fleet. Raise ConfigError if the argument `fleet` is invalid."""
     if isinstance(fleet, str) and "://" in fleet:
         return Addresses([address.strip() for address in fleet.split(",")])
     if isinstance(fleet, str | Path):

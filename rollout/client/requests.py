@@ -39,9 +39,10 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, an invalid prompt gives an error instead of a message.
+    """Return a message for each prompt. With `errors="return"`, the list has an error instead of a message for each
+    invalid prompt.
 
-    `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
+    `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
     if errors not in ("raise", "return"):
         text = f"errors: must be raise or return (got {brief(errors)})"
@@ -69,7 +70,9 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """Return a message for each sample to continue, by position. `demand`: `min_weight_version`, `wait_for_weights`."""
+    """Return a message for each sample that must be continued, by the sample's position. `demand`:
+    `min_weight_version`, `wait_for_weights`.
+    """
     given = _listed(prompts, "prompts")
     _check_count("samples", "one for each of", len(samples), len(given))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
@@ -83,7 +86,7 @@ def continue_requests(
 
 
 def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence, by position. `fields`: further fields of each message."""
+    """Return a message for each sequence, by the sequence's position. `fields`: the other fields of each message."""
     arrays = [
         protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
     ]
@@ -143,8 +146,8 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. The padding of an
-    array would be treated as tokens.
+    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. A 2-D array has
+    padding, which would be treated as tokens.
     """
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__

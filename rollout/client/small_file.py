@@ -18,7 +18,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a regular file")
+            raise ValueError("the path is not a regular file")
         yield file
 
 
@@ -26,7 +26,7 @@ def read_text(file: BinaryIO, max_bytes: int) -> str:
     """Return the text of a UTF-8 file. Raise ValueError if the file has more than `max_bytes` or is not UTF-8."""
     content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
+        raise ValueError(f"the file has more than {max_bytes} bytes")
     return content.decode("utf-8")
 
 

@@ -1,5 +1,5 @@
-"""Asks. An ask consists of the messages to one worker on behalf of a request, either for the whole request or for its
-missing samples.
+"""An `Ask` consists of the messages to one worker on behalf of a client's request, either for the whole request or for
+its missing samples.
 
 Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
 requested as sample 0 of a separate request, with a seed that gives the same noise. A partial sample is continued: only
@@ -40,7 +40,7 @@ class Ask:
     - `prior`: the partial samples to continue, by index
     - `num_samples`: number of samples that the worker has sent
     - `is_lost`: whether the worker is lost or about to exit
-    - `refusal`: the error with which the worker refused the request; None if it did not
+    - `refusal`: the error with which the worker refused the request; None if the worker did not refuse
     """
 
     messages: dict[int | None, Request]
@@ -56,14 +56,14 @@ class Ask:
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether the ask is for a whole request and the worker has sent all `n` samples. If the result is True,
-        the next reply ends the request.
+        """Return whether this `Ask` is for a whole request and the worker has sent all `n` samples. If the result is
+        True, the next reply is the terminal reply.
         """
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the arguments of the aborts that end the samples `indices` of `n` at the worker, as pairs (request id,
-        sample index). Index None aborts the whole request.
+        """Return the arguments of the `abort` calls that end the samples `indices` of `n` at the worker: pairs (request
+        id, sample index). Index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]
@@ -71,12 +71,12 @@ class Ask:
 
 
 def ask_for_all(request: Request) -> Ask:
-    """Return an ask for the whole request, unchanged and under its own id."""
+    """Return an `Ask` for the whole request, with the content and id unchanged."""
     return Ask({None: request.model_copy(update=dict(caller=protocol.new_id()))}, {})
 
 
 def ask_for_missing(request: protocol.Generate, missing: Collection[int], parts: Mapping[int, SampleOutput]) -> Ask:
-    """Return an ask for single samples. For a sample in `parts`, ask only for the remaining tokens."""
+    """Return an `Ask` for the samples `missing`. For a sample in `parts`, request only the remaining tokens."""
     caller = protocol.new_id()
     messages: dict[int | None, Request] = {}
     for index in missing:
@@ -102,14 +102,14 @@ def group_seed(request: protocol.Generate) -> int:
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:
-    """Return the end of a group with samples from several asks."""
+    """Return the terminal reply for a group with samples from several `Ask` objects."""
     params = request.params.model_copy(update=dict(seed=group_seed(request)))
     length = len(request.prompt_token_ids) // 4
     return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=finish_reasons)
 
 
 def aborted_scores(request: protocol.GetScores) -> protocol.Scores:
-    """Return the result of a scoring request that was aborted before a worker answered it."""
+    """Return the result of a scoring request that was aborted before a worker sent the result."""
     return protocol.Scores(id=request.id, logprobs=b"", finish_reason="abort", weight_versions=())
 
 

@@ -1,6 +1,7 @@
 """Choose a worker for a group among the eligible workers.
 
-Owns: the placement, and the pace of recently finished groups. Does not own: which workers are eligible (`WorkerPool`).
+Owns: the placement of groups on workers, and the speed of recently finished groups. Does not own: which workers are
+eligible (`WorkerPool`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Dispatch:
 
     @property
     def slowest_pace(self) -> float | None:
-        """Pace of the slowest recent group, in seconds per unit of cost; None if too few groups have finished."""
+        """Time of the slowest recent group, in seconds per unit of cost; None if too few groups have finished."""
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     def open(self, links: Iterable[Link], version: int) -> None:
@@ -57,19 +58,19 @@ class Dispatch:
             self.wake()
 
     def place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
-        """Choose a worker for a group. Return None if all eligible workers are in `avoid`. `prompt`: the `beginnings`
-        of the group's prompt. `avoid`: keys of workers.
+        """Choose a worker for a group. Return None if all eligible workers are in `avoid`. `prompt`: hashes of the
+        prompt's prefixes, from `beginnings`. `avoid`: keys of workers.
         """
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)
 
     def finish(self, placed: Placed, seconds: float) -> None:
-        """Record that a worker has finished a group after `seconds`."""
+        """Record that a worker has finished a group, `seconds` after the group was sent."""
         self._placement.finish(placed, time.monotonic())
         self._paces.append(seconds / placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Record that an unfinished group has left its worker."""
+        """Record that a worker no longer computes a group, although the group is unfinished."""
         self._placement.withdraw(placed)
 
     async def change(self) -> None:

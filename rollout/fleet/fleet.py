@@ -1,12 +1,12 @@
 """Keep a fleet of workers with the same model running on a Ray cluster.
 
-Owns: the Ray cluster or the connection to a cluster, and the parts of the fleet: `Scaler`, `Keeper`, `Slots` and
+Owns: a local Ray cluster or the connection to another cluster, and the objects `Scaler`, `Keeper`, `Slots` and
 `FleetWeights`. Does not own: requests, which clients send to the workers directly.
 
 Promises:
 
 - The fleet runs the requested number of workers if the cluster has room.
-- A worker never serves weights from an earlier run.
+- A worker never serves weights that an earlier training run left behind.
 - If a worker does not serve, the reason is reported.
 - The workers end when this process ends, even if this process is killed.
 """
@@ -41,9 +41,9 @@ class Fleet:
     """A fleet of workers that serve `model` on a Ray cluster. The constructor starts `num_workers` workers and returns
     when all of them serve. A context manager. Pass the fleet to `FleetClient` and `WeightPublisher.connect_fleet`.
 
-    `settings`: the settings of `launch_worker`, used for each worker, and the following settings of the fleet.
-    `FleetConfig` has the defaults and ranges. Workers on other machines need `curve_secret_key_file` and
-    `clients_file`.
+    `settings`: the settings of `launch_worker`, which apply to each worker, and the following settings of the fleet.
+    `FleetConfig` has the default and the range of each setting. Workers on other machines need `curve_secret_key_file`
+    and `clients_file`.
 
     - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None uses the cluster that
       this process is already connected to, or else starts a local cluster.
@@ -54,15 +54,15 @@ class Fleet:
       their weights from this folder. If trainers push with the transport `disk`, let them push to this folder. With
       other transports, a serving worker writes its weights to this folder when another worker joins.
     - `server_public_key`, `client_key`: keys for workers with named clients. The client needs the role `control`.
-    - `startup_timeout`: maximum number of seconds until a placed worker is ready
+    - `startup_timeout`: maximum number of seconds from the start of a worker until it is ready
     - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
     - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
     - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, without the
       histograms of durations. Port 0 takes any free port; None disables the metrics.
 
     Raise ConfigError if a setting is unknown or invalid. Raise ConfigError or ModelError if a worker cannot run with
-    the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed
-    during the start and a worker cannot get the weights, raise the error of the failed hand-over.
+    the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed while
+    the fleet starts and a worker cannot get these weights, raise the worker's error.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
@@ -112,12 +112,13 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Change the number of workers. Return when all workers serve and all surplus workers have left. A surplus
-        worker first finishes its requests. If the fleet has given up on a hand-over of weights, it tries again.
+        worker first finishes its requests. If the fleet had stopped trying to give a worker its weights, the call makes
+        the fleet try again.
 
         Raise the error of a worker that cannot start, or that cannot get the weights of the other workers. Raise
-        IllegalStateError if more workers are requested while all are asleep, or if all workers were lost and no copy of
-        the pushed weights is left. Raise TruerollError if the fleet is closed during the call. After an error, the
-        fleet still tries to reach `num_workers`.
+        IllegalStateError if workers must be added while all workers are asleep. Raise IllegalStateError also if all
+        workers were lost and no copy of the pushed weights is left. Raise TruerollError if the fleet is closed during
+        the call. After an error, the fleet still tries to reach `num_workers`.
         """
         _check_count(num_workers)
         try:
@@ -126,14 +127,14 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return the process ids of each running worker by name: (Ray actor, worker). Both processes run on the
-        worker's machine.
+        """Return the process ids of each running worker by name, as pairs (Ray actor, worker). Both processes run on
+        the worker's machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the metrics; None if metrics are disabled."""
+        """Port of the metrics server; None if metrics are disabled."""
         return None if self._metrics is None else self._metrics.port
 
     def note_push(self, note: PushNote) -> None:

@@ -1,18 +1,18 @@
 """The state of one request of a fleet's client, across all workers that run the request. Pure: no clock, no I/O.
 
-Owns: the delivered and the missing samples, the content of the next ask, and the single end of the request. Does not
-own: the choice of a worker, or when an ask is sent (`FleetRequest`).
+Owns: which samples are delivered or missing, the content of the next `Ask`, and the terminal reply of the request. Does
+not own: the choice of a worker, or when an `Ask` is sent (`FleetRequest`).
 
 Promises:
 
-- Each sample is delivered once, with the tokens that any worker would generate.
-- The request has exactly one end.
-- If a worker is lost, its missing samples are requested from another worker one by one. If nothing was delivered yet,
+- Each sample is delivered once, and its tokens do not depend on the worker.
+- The request gets exactly one terminal reply.
+- If a worker is lost, its missing samples are requested from another worker one by one. If no sample was delivered yet,
   the whole request is sent again with the same id.
-- If an exiting worker cuts off a sample, another worker continues the sample.
+- If a worker exits in the middle of a sample, another worker continues the sample.
 - The weight versions of all tokens differ by at most `max_staleness`. If a push would break this limit, the request is
-  restarted, or fails if a part was already shown.
-- Answers to an ask that is no longer wanted are ignored.
+  restarted; if the caller has already received a part, the request fails.
+- Replies to an `Ask` that is no longer needed are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupState:
     """The state of one request.
 
     `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples, 1 for a scoring request. `is_over`: whether
-    the request has ended. `setbacks`: losses and refusals of workers.
+    the request has ended. `setbacks`: the workers that were lost with the request or refused it.
 
     The caller must deliver the replies that methods return, in order.
     """
@@ -54,8 +54,8 @@ class GroupState:
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
-        """Return the ask for the next worker. If nothing has arrived yet, the ask is for the whole request. If a part
-        has arrived, the ask is for the samples that are neither delivered nor aborted.
+        """Return the `Ask` for the next worker. If no tokens have arrived yet, the `Ask` is for the whole request;
+        otherwise for the samples that are neither delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):
@@ -67,14 +67,14 @@ class GroupState:
         return ask
 
     def wants(self, ask: Ask) -> bool:
-        """Return whether answers to the ask are still wanted. False if the ask or the request has ended, or if the
-        request was restarted after the ask.
+        """Return whether replies to the `Ask` are still needed. Return False if the `Ask` or the request has ended, or
+        if the request was restarted after the `Ask` was sent.
         """
         return ask in self._asks
 
     def end_ask(self, ask: Ask, worker: str, num_looks: int) -> None:
-        """Record that a worker will send no more answers to an ask. `worker`: the worker's key. `num_looks`: number of
-        health checks of this worker so far.
+        """Record that a worker will send no more replies to an `Ask`. `worker`: the worker's key. `num_looks`: number
+        of health checks of this worker so far.
         """
         if ask in self._asks:
             self._asks.remove(ask)
@@ -89,8 +89,8 @@ class GroupState:
         return ending
 
     def settle(self) -> list[Reply]:
-        """If no ask is pending, return the replies that need no worker: aborted samples, the end of a complete group,
-        or an error if the request was lost with too many workers.
+        """If no `Ask` is pending, return the replies that need no worker: aborted samples, the terminal reply of a
+        complete group, or an error if the request was lost with too many workers.
         """
         if self.is_over or self._asks:
             return []
@@ -115,8 +115,9 @@ class GroupState:
         return own not in self._to_end and own not in self._samples.delivered
 
     def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
-        """Handle a worker's reply to an ask. `index`: index of a sample that was requested separately; None for the
-        whole request. If the ask is lost, an aborted sample is not delivered, and another worker continues the sample.
+        """Handle a worker's reply to an `Ask`. `index`: index of a sample that was requested separately; None for the
+        whole request. If the worker is lost or about to exit, an aborted sample is not delivered, and another worker
+        continues the sample.
         """
         if not self.wants(ask):
             return []
@@ -151,7 +152,9 @@ class GroupState:
         return [] if goes_on else self._finish(reply)
 
     def _whole(self, ask: Ask, own: int, reply: protocol.FinishedSample) -> protocol.FinishedSample:
-        """Return a worker's sample with the id and the index of this request, joined with its prior part."""
+        """Return a worker's sample with this request's id and index, joined with the tokens that an earlier worker
+        generated.
+        """
         if own in ask.prior:
             reply = protocol.sample_message(reply.id, joined(ask.prior[own], protocol.sample_output(reply)))
         return reply.model_copy(update=dict(id=self.request.id, index=own))

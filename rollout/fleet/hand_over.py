@@ -1,8 +1,9 @@
-"""Hand the weights of a fleet to a joining worker: from the folder of a `disk` push, or from another worker.
+"""Give a joining worker the weights of its fleet (a hand-over), from the folder of a `disk` push or from another
+worker.
 
 Owns: the weights that a worker writes for a hand-over, until the hand-over ends. The weights for hand-overs are in the
-subfolder `joins` of a folder that all workers can reach. Promises: a worker never gets the weights of an earlier run
-from the same folder, because pushes have unique ids.
+subfolder `joins` of a folder that all workers can reach. Promises: even if the folder has weights of an earlier run, no
+worker gets them, because pushes have unique ids.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ log = logging.getLogger(__name__)
 class WeightFolder:
     """A folder of `disk` pushes, to which workers may also write their weights.
 
-    `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
-    only adapters, while no push in the folder has the base of these adapters. A missing base cannot appear later,
-    because the base would belong to an older push.
+    `bases`: ids of pushes that workers got only as base weights for adapters. `without_base`: ids of adapter-only
+    pushes for which no push in the folder has the base weights. Missing base weights cannot appear later, because they
+    would belong to an older push.
     """
 
     path: Path
@@ -55,13 +56,13 @@ class WeightFolder:
             ) from None
 
     def find(self, push_id: str) -> Path | None:
-        """Return the folder of a complete push; None if there is no such push."""
+        """Return the folder of the push `push_id`; None if there is no complete push with this id."""
         named = (path for path in self._pushes() if path.name.endswith(push_id[:8]))
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if there is no such
-        push.
+        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if no push has these
+        base weights.
         """
         for path in self._pushes():
             try:
@@ -100,8 +101,8 @@ class WeightFolder:
 
 @dataclass(frozen=True)
 class _Only:
-    """A membership with a single member: the worker at `address`. The membership is empty once this worker has left
-    `fleet`.
+    """A membership with only one member, the worker at `address`. Once this worker has left `fleet`, the membership is
+    empty.
     """
 
     fleet: Membership
@@ -119,7 +120,7 @@ async def hand_over(
     fleet: Membership,
     keys: Keys,
 ) -> bool:
-    """Give a worker the weights of the fleet: the weights of a peer or, without a peer, of the last noted push.
+    """Give a worker the weights of the fleet: the weights of a peer or, without a peer, the weights of the last push.
 
     `client`: client of the joining worker, which is a member of `fleet`. `peer`: client of a serving worker, or None.
     `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves the weights
@@ -158,8 +159,8 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the weights in the folder of the noted push to the joining worker. Return False if the push or the base of
-    its adapters is missing.
+    """Push the weights in the folder of the recorded push to the joining worker. Return False if the push is missing,
+    or if the push has only adapters and the base weights are missing.
     """
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
@@ -217,7 +218,7 @@ def _content_of(folder: Path) -> list[Path]:
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
-    """Return whether a push contains the base weights of adapters, compared by checksums."""
+    """Return whether a push contains the base weights that the adapters need, by comparing checksums."""
     if manifest.adapters is not None and manifest.adapters.is_alone:
         return False
     found = [(manifest.checksums[name], value) for name, value in adapters.base or () if name in manifest.checksums]
@@ -225,8 +226,8 @@ def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
 
 
 def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
-    """Push a folder to the joining worker. If the folder has only adapters and the worker lacks their base, push the
-    base first. Call this function on a separate thread, because the publisher blocks and imports torch.
+    """Push a folder to the joining worker. If the folder has only adapters and the worker lacks the base weights, push
+    the base weights first. Call this function on a separate thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher
 

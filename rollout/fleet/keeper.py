@@ -1,8 +1,8 @@
 """Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
-Owns no state: each slot holds the state of its worker. Promises: a worker that ends, hangs or fails is replaced. The
-first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A worker serves only
-once it has the weights that the other workers serve.
+This module owns no state: each slot holds the state of its worker. Promises: a worker that ends, hangs or fails is
+replaced. The first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A
+worker serves only once it has the weights that the other workers serve.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Keeper:
         self._hang_seconds = config.hang_seconds
 
     async def keep(self, slot: Slot) -> None:
-        """Keep a worker in this slot, and replace the worker whenever it is lost, until the slot leaves."""
+        """Keep a worker in this slot, and replace the worker whenever it is lost, until the slot is removed from the
+        fleet.
+        """
         pause = FIRST_PAUSE
         while True:
             while slot.num_starts and self._slots.are_asleep:
@@ -98,8 +100,8 @@ class Keeper:
             await asyncio.gather(ended, served, return_exceptions=True)
 
     def _note(self, slot: Slot, error: Exception, seconds: float) -> None:
-        """Log why a worker ended after `seconds`. If the first worker of a slot failed, and a replacement would also
-        fail, store the error for `scale` to raise.
+        """Log why a worker ended. `seconds`: how long the worker ran. If the first worker of a slot failed, and a
+        replacement would also fail, store the error for `scale` to raise.
         """
         is_first = slot.num_starts == 1 and slot.member is None
         if isinstance(error, TruerollError):
@@ -130,8 +132,8 @@ class Keeper:
         for a push.
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
-        that ends after the worker was marked includes the worker. The comparison detects a push that ended before the
-        worker was marked. If the slot is dismissed meanwhile, the worker does not join.
+        that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push
+        that ended earlier. If the slot is removed from the fleet meanwhile, the worker does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -26,9 +26,11 @@ class Link:
     - `health`: the last report; None before the first report
     - `is_silent`: the worker did not answer the last health check or request
     - `is_gone`: the worker is no longer a member, and its client is closed
-    - `is_refusing`: the worker refused a request because of its state, and has not yet reported that it is ready again
+    - `is_refusing`: the worker refused a request because of the worker's state, and has not reported since then that it
+      is ready
     - `num_looks`: number of answered health checks
-    - `has_refused`: since the last health check, the worker has refused a request although its state permits requests
+    - `has_refused`: the worker has refused a request since the last health check, although the worker's state permits
+      requests
     """
 
     member: Member
@@ -42,12 +44,12 @@ class Link:
 
     @property
     def key(self) -> str:
-        """Identifier of the worker's process, made of name, incarnation and address."""
+        """Identifier of the worker's process, built from name, incarnation and address."""
         return self.member.key
 
     @property
     def version(self) -> int:
-        """The weight version of the last report; 0 if there is none."""
+        """The weight version in the last health report; 0 before the first report."""
         return (self.health and self.health.weight_version) or 0
 
     @property
@@ -63,8 +65,8 @@ class Link:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the worker is gone or about to exit. Such a worker may abort samples that no caller has
-        aborted.
+        """Return whether the worker is gone or about to exit. A worker that is about to exit may abort samples that no
+        caller has aborted.
         """
         return self.is_gone or self.is_silent or (self.health is not None and self.health.state in _ENDING)
 

@@ -1,7 +1,7 @@
 """The load and the measured speed of each worker of a fleet.
 
-Owns: the workers that groups are placed on, their loads and speeds, and the sums over all workers. Does not own the
-choice of a worker for a group (`Placement`).
+Owns: the list of workers, the load and speed of each worker, and the sums over all workers. Does not own: the choice of
+a worker for a group (`Placement`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd, so that the high bits of a produ
 class Worker:
     """A worker on which groups are placed.
 
-    - `position`: index among all workers; -1 if the worker is new or gone
+    - `position`: index in `Rows.workers`; -1 if the worker is new or was removed
     - `load`: total cost of the `count` groups in flight
-    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight, both with decay
+    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight; older values count less in both
     - `since`: the time up to which `busy` is counted
-    - `speed`: speed relative to the fleet's speed
+    - `speed`: speed relative to the average speed of the fleet
     - `pressure`: load divided by speed
     - `alone`: a tuple of only this worker
     """
@@ -63,18 +63,22 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call overwrites the array."""
+        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call of this method overwrites the
+        array.
+        """
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def idlest(self, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure that is not in `avoid`; None if there is no such worker."""
+        """Return the worker with the least pressure among the workers not in `avoid`; None if all are in `avoid`."""
         places = self.pressure.argsort(kind="stable") if avoid else [self.pressure.argmin()]
         return next((worker for place in places if (worker := self.workers[place]).name not in avoid), None)
 
 
 class Loads:
-    """The loads of all workers. `workers`: the workers by name. `rows`: the result of the last call of `gather`."""
+    """The loads of all workers. `workers`: the workers by name. `rows`: the array that the last call of `gather`
+    returned.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}

@@ -1,7 +1,7 @@
-"""The in-flight requests of a fleet's client, and the task that finds stragglers.
+"""The in-flight requests of a fleet's client, and the task that finds slow requests (stragglers).
 
-Owns: the ids in use, and the task that sends stragglers to a second worker. Does not own how a request ends
-(`FleetRequest`).
+Owns: the ids of requests in flight, and the task that sends slow requests (stragglers) to a second worker. Does not own
+how a request ends (`FleetRequest`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WATCH_SECONDS = 0.25
 
 
 class OpenRequests:
-    """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than other
-    requests, is also sent to a second worker. None disables second workers. `num_asked_twice`: number of requests that
-    were sent to a second worker.
+    """The requests in flight. `straggler_seconds`: a request is also sent to a second worker if it takes longer than
+    `straggler_seconds` and much longer than other requests. None disables second workers. `num_asked_twice`: number of
+    requests that were sent to a second worker.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -59,7 +59,7 @@ class OpenRequests:
             self._requests.pop(id, None)
 
     def close(self) -> None:
-        """End all requests with an error, and stop the watch."""
+        """End all requests with an error, and stop looking for stragglers."""
         if self._watch is not None:
             self._watch.cancel()
         for request in [*self._requests.values()]:

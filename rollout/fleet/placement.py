@@ -2,36 +2,36 @@
 
 | owned here                                                | owned elsewhere                                  |
 |-----------------------------------------------------------|--------------------------------------------------|
-| the holders of each beginning of a prompt (`HolderIndex`) | the contents of workers' caches (`engine.cache`) |
+| the holders of each prefix of a prompt (`HolderIndex`)    | the contents of workers' caches (`engine.cache`) |
 | the load and the speed of each worker (`Loads`)           | when groups are sent, aborted and repeated       |
 | the list of workers (`Loads`)                             | which workers are alive, and their weights       |
 
-A holder of a beginning is a worker that got a prompt with this beginning. All samples of a group are placed on one
-worker: a holder of the longest known beginning of the prompt. So prompts with a common beginning, and later turns of a
-conversation, find their prefix in the worker's cache.
+A holder of a prefix is a worker that got a prompt with this prefix. All samples of a group are placed on one worker: a
+holder of the longest known prefix of the prompt. So prompts with a common prefix, and later turns of a conversation,
+find their prefix in the worker's cache.
 
-If no beginning of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar
-1998). The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same
-two workers, and a joining or leaving worker does not change the order of the other workers. Beginnings that more than
-half the fleet holds are treated as unknown, because they favor no particular worker.
+If no prefix of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar 1998).
+The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same two
+workers. When a worker joins or leaves, the order of the other workers does not change. Prefixes that more than half the
+fleet holds are treated as unknown, because they favor no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
-all other workers must be avoided. If all holders of the longest known beginning are full, holders of shorter beginnings
-are tried, and then workers by rank. So a popular beginning spreads over as many workers as its load needs. If a
-beginning has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
+all other workers must be avoided. If all holders of the longest known prefix are full, holders of shorter prefixes are
+tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as their load needs. If a
+prefix has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
 (the power of two choices: Mitzenmacher 2001).
 
 Promises:
 
 - Placement does not change the bits of any sample.
-- The same calls give the same placements in any process.
+- The same sequence of calls gives the same placements in any process.
 - A removed worker gets no groups.
-- A worker is always chosen, unless all must be avoided.
+- A worker is always chosen, unless all workers must be avoided.
 - The cost of placing a group does not depend on the number of groups in flight.
 - The index remembers at most `capacity` prompt prefixes.
 - The cost of adding or removing a worker grows with the number of workers. The cost of removing a worker also grows
-  with the number of known beginnings.
+  with the number of known prefixes.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each beginning of a prompt, the shortest first. A beginning is a sequence of whole
-    pieces.
+    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. Only prefixes of whole pieces are
+    hashed.
 
-    The first 16 pieces have `PIECE` tokens each. After every 16 pieces the size doubles, so that even long prompts have
-    few pieces. If the prompt is shorter than one piece, its only beginning is the whole prompt. `prompt_token_ids`:
-    int32 [prompt_len]. Prompts with different salts have no common beginning. Two pieces are equal only if the content
-    of `spans` in these pieces is also equal.
+    The first 16 pieces have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that even long
+    prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
+    `prompt_token_ids`: int32 [prompt_len]. Prompts with different salts have no common prefix. Two pieces are equal
+    only if the content of `spans` within these pieces is also equal.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
@@ -94,7 +94,7 @@ def beginnings(
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """A group in flight on a worker, until `finish` or `withdraw`."""
+    """A group that is in flight on a worker, until `finish` or `withdraw` is called."""
 
     _worker: Worker
     cost: float
@@ -108,10 +108,10 @@ class Placed:
 class Placement:
     """Places groups on the workers of a fleet. A new object has no workers.
 
-    - `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used are always
-      kept. A good value is the number of pieces that fit into the caches of all workers.
+    - `capacity`: maximum number of known prefixes, at least 2; the `capacity // 2` most recently used prefixes are
+      always kept. A good value is the number of pieces that fit into the caches of all workers.
     - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good value is
-      the load that a worker computes in parallel.
+      the load that a worker can compute in parallel.
 
     Times are in seconds of any monotonic clock.
     """
@@ -123,7 +123,7 @@ class Placement:
 
     @property
     def num_remembered(self) -> int:
-        """Number of known beginnings."""
+        """Number of known prefixes."""
         return len(self._index.beginnings)
 
     def load(self, worker: str) -> float:
@@ -139,7 +139,7 @@ class Placement:
         self._loads.add(worker)
 
     def remove(self, worker: str) -> None:
-        """Remove a worker, and forget what its cache holds. The caller must place the worker's groups again."""
+        """Remove a worker, and forget the prefixes in its cache. The caller must place the worker's groups again."""
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
@@ -150,8 +150,8 @@ class Placement:
         """Choose a worker for a group, and add the group to the worker's load. Return None if all workers are in
         `avoid`.
 
-        `prompt`: the `beginnings` of the group's prompt. `cost`: amount of work, in any unit that is the same for all
-        groups.
+        `prompt`: hashes of the prompt's prefixes, from `beginnings`. `cost`: amount of work, in any unit that is the
+        same for all groups.
         """
         rows = self._loads.gather()
         prompt = prompt[: self._index.capacity // 2]
@@ -177,8 +177,8 @@ class Placement:
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """Find a worker that is not full and holds the longest possible beginning. Return the worker, and the number of
-        beginnings of the prompt that it holds; (None, 0) if there is no such worker. Skip beginnings that more than
+        """Among the workers that are not full, find a holder of the longest prefix. Return the worker, and the number
+        of the prompt's prefixes that it holds; (None, 0) if no such worker holds a prefix. Skip prefixes that more than
         half the fleet holds.
         """
         start, looked_at = _next(prompt, holders), 0
@@ -193,8 +193,8 @@ class Placement:
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Among a few holders from position `start` on, return the worker with the least pressure. Return None if all
-        these holders are full or must be avoided.
+        """Among a few holders, starting at position `start`, return the worker with the least pressure. Return None if
+        all these holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):
@@ -227,5 +227,5 @@ class Placement:
 
 
 def _next(prompt: Sequence[int], holders: list[Holders]) -> int:
-    """Return the first unknown beginning of a prompt, or the last beginning if all are known."""
+    """Return the first unknown prefix of a prompt, or the longest prefix if all prefixes are known."""
     return prompt[min(len(holders), len(prompt) - 1)]

@@ -36,7 +36,7 @@ _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class LocalAccess:
-    """The private folder of a local cluster, and the environment that keeps other users out of the cluster.
+    """The private folder of a local cluster, and the environment variables that keep other users out of the cluster.
 
     `temp_dir`: value of `_temp_dir` for `ray.init`, a subfolder of the private folder. Ray changes the mode of the
     subfolder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster; None until
@@ -59,11 +59,11 @@ class LocalAccess:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Context manager that sets the environment for `ray.init` and for the processes that Ray starts.
+        """Context manager that sets environment variables for `ray.init` and for the processes that Ray starts.
 
         By default, Ray gives a local cluster the IP of the machine, and ignores `_node_ip_address`. If multi-machine
         clusters are disabled, Ray binds its ports to 127.0.0.1 instead. The port for the autoscaler's metrics does not
-        require a token, so this port is set to a number that cannot be opened.
+        require a token, so the port is set to a number that no process can open.
         """
         from ray._private import ray_constants
 
@@ -84,7 +84,7 @@ class LocalAccess:
                 _set_variable(name, value)
 
     def keep_folder(self) -> None:
-        """Never remove the folder, so that the logs in it can be read."""
+        """Never remove the folder, so that Ray's logs can still be read."""
         self._removal.detach()
 
     def remove_folder(self) -> None:
@@ -114,7 +114,7 @@ def read_token_again() -> None:
 
     raylet: Any = _raylet  # compiled, without types
     if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
-        raise ConfigError("ray: the installed version cannot be given a token; install 'trueroll[ray]'")
+        raise ConfigError("ray: the installed version does not allow setting a token; install 'trueroll[ray]'")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -125,9 +125,9 @@ def is_loopback(ip: str) -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the cluster at `address` requires a token. A child process tries to connect without a token.
-    `auto` means the cluster that Ray finds. Raise ConfigError if there is no clear answer, for example because no
-    cluster runs.
+    """Return whether the cluster at `address` requires a token. The check runs in a child process, which tries to
+    connect without a token. `auto` means the cluster that Ray finds. Raise ConfigError if it is unclear whether a token
+    is required, for example because no cluster runs.
     """
     where = [] if address == "auto" else ["--address", address]
     environment = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
@@ -150,9 +150,9 @@ def asks_for_token(address: str) -> bool:
 
 
 def reachable_ip(node_ip: str) -> str:
-    """Return the IP at which other machines can reach this machine. Return `node_ip`, the IP that Ray has for this
-    node, unless it is a loopback IP. Instead of a loopback IP, return the IP of the interface with the default route.
-    Without a default route, return `node_ip`.
+    """Return the IP address at which other machines can reach this machine. Return `node_ip`, the IP address that Ray
+    has for this node. If `node_ip` is a loopback address, return the address of the network interface with the default
+    route. Without a default route, return `node_ip`.
     """
     if not is_loopback(node_ip):
         return node_ip

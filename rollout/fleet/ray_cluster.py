@@ -1,9 +1,9 @@
 """The use of Ray: a cluster, and one actor per worker that runs the worker's process.
 
-Owns: the connection to the cluster, and the cluster itself if this process started it. Ray transfers only a worker's
-settings, its address, its process ids, and its error or exit code. A worker ends when its actor ends, even if the actor
-was killed, because the worker reads from a pipe of the actor. A cluster that does not require a token is joined only if
-the settings permit it.
+Owns: the connection to the cluster, and the cluster itself if this process started it. Through Ray, only a worker's
+settings, address, process ids, error and exit code are transferred. A worker ends when its actor ends, even if the
+actor is killed, because the worker reads from a pipe that the actor holds open. A cluster that does not require a token
+is joined only if the settings permit it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _RAYLET = "RAY_RAYLET_PID"
 
 @contextmanager
 def _outliving_its_raylet() -> Iterator[None]:
-    """Context manager for the import of Ray that prevents Ray from ending this process together with a raylet.
+    """Context manager in which to import Ray, so that Ray does not end this process when a raylet ends.
 
     On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
     the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
-    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. A
-    fleet that was started by a service manager would be such an orphan. So the variable is set to the id of this
-    process.
+    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. If a
+    service manager starts the fleet, Ray would treat the fleet as such an orphan. So the variable is set to the id of
+    this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def local(self) -> LocalAccess | None:
-        """Access to the local cluster that this process has started; None if it uses another cluster."""
+        """Access to the local cluster that this process has started; None if the process uses another cluster."""
         return _local
 
     def _call_init(self, **fields: Any) -> None:
@@ -177,8 +177,9 @@ class Cluster:
 
     @property
     def is_there(self) -> bool:
-        """Return whether Ray may be called. Without a cluster, any call of Ray would start a cluster. The value changes
-        only on the event loop that runs `reconnect`, or if other code in this process shuts Ray down.
+        """Return whether Ray may be called. Without a connection to a cluster, any call of Ray would start a cluster.
+        The result changes only on the event loop that runs `reconnect`, or when other code in this process shuts Ray
+        down.
         """
         return not self._is_reconnecting and ray.is_initialized()
 
@@ -213,9 +214,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end a local cluster. Stay connected if other code in this process has joined the
-        cluster.
-        """
+        """Leave the cluster, or end a local cluster. Keep a connection that other code in this process opened."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -225,8 +224,8 @@ class Cluster:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and Python can
-    change signal handlers only in the main thread.
+    """Context manager that restores the handler of SIGTERM on exit. Ray makes SIGTERM end the process at once. Python
+    can change signal handlers only in the main thread.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a C struct sigaction, of unknown size
     libc.sigaction(signal.SIGTERM, None, action)
@@ -298,8 +297,8 @@ class WorkerActor:
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
         """Wait until the cluster has room, start the worker, and return its address. Without keys, the address is an
-        ipc address at `socket`. Raise the worker's error if the worker cannot run, and WorkerLostError if the actor
-        dies.
+        ipc address at `socket`. If the worker cannot run, raise the worker's error. If the actor dies, raise
+        WorkerLostError.
         """
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
@@ -326,7 +325,7 @@ class WorkerActor:
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once. The actor's worker then ends, too."""
+        """End the actor at once. When the actor ends, its worker ends as well."""
         if self._cluster.is_there:
             with suppress(RayError, RuntimeError, ValueError):
                 ray.kill(self._actor, no_restart=True)
@@ -341,11 +340,11 @@ class WorkerActor:
 
     def _check_cluster(self) -> None:
         if not self._cluster.is_there:
-            raise WorkerLostError("the worker's actor was lost together with its cluster")
+            raise WorkerLostError("the worker's actor was lost, because its Ray cluster was lost")
 
 
 class _Runner:
-    """The class of the actor. Ray runs its methods on separate threads."""
+    """The class of the actor. Ray runs calls of the actor's methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
@@ -374,9 +373,9 @@ class _Runner:
 
 
 def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
-    """Return the settings of a worker with an address that clients can reach. With keys, the address has the IP of this
-    machine. Without keys, the address is an ipc address at `socket`. `socket`: None if the fleet's process runs on
-    another machine. Raise ConfigError if there are neither keys nor a socket.
+    """Return a worker's settings, with an address that clients can reach. With keys, the address has the IP of this
+    machine. Without keys, the address is an ipc address at `socket`. `socket`: path of the socket file; None if the
+    fleet's process runs on another machine. Raise ConfigError if there are neither keys nor a socket.
     """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}

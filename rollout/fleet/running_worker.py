@@ -1,4 +1,4 @@
-"""A running worker of a fleet: its actor, its process, a client of it, and its last report.
+"""A running worker of a fleet: the worker's actor and process, a client of the worker, and the worker's last report.
 
 Owns: the actor, the socket and the client, from the start of the worker to its end.
 """
@@ -31,7 +31,7 @@ STOP_SECONDS = 15.0
 class RunningWorker:
     """A running worker.
 
-    `socket`: socket file of the worker, which a killed worker leaves behind. `pids`: process ids of the actor and of
+    `socket`: socket file of the worker; a killed worker leaves the file behind. `pids`: process ids of the actor and of
     the worker. `member`: the worker's entry in the list of members; None before the first answer. `health`, `stats`:
     last reports; None before the first report.
     """
@@ -72,7 +72,7 @@ class RunningWorker:
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:
-        """End the worker. `at_once`: kill the worker instead of letting it exit."""
+        """End the worker. `at_once`: kill the worker instead of letting it drain and exit."""
         with suppress(TruerollError):
             await self.client.close()
         if at_once:

@@ -1,8 +1,8 @@
 """Change the number of workers of a fleet, and replace all workers when the Ray cluster is lost.
 
 Owns: one task per slot, which keeps a worker running in the slot. The task starts when `scale` adds the slot, and ends
-when `scale` dismisses the slot. Promises: a leaving worker may finish its requests. A lost cluster is joined or started
-again, and then all workers are started again.
+when `scale` dismisses the slot. Promises: a worker that leaves the fleet can finish its requests first. If the cluster
+is lost, the fleet joins it again or starts it again, and then restarts all workers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Scaler:
         await self._keeper.keep(slot)
 
     def _check_joining(self) -> None:
-        """Raise the error that prevents a worker from serving, unless waiting may help."""
+        """If an error prevents a worker from serving and waiting cannot help, raise the error."""
         for slot in self._slots:
             if error := slot.first_error or slot.joining.error:
                 raise error
@@ -128,7 +128,9 @@ class Scaler:
 
 
 async def reconnect(cluster: Cluster) -> None:
-    """Join a lost cluster again, or start it again. Retry with growing pauses until the connection succeeds."""
+    """Reconnect to a lost cluster, or start a new local cluster. Retry with growing pauses until the connection
+    succeeds.
+    """
     pause = FIRST_PAUSE
     while True:
         try:

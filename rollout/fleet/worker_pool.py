@@ -1,12 +1,12 @@
 """The workers of a fleet from a client's view: the members, their health, and the members that are eligible for groups.
 
-Owns: the task that checks members and health, and the decision which workers are eligible. Does not own: requests, or
-the choice of a worker for a group (`Dispatch`).
+Owns: the task that checks the list of members and their health, and the decision which workers may get groups. Does not
+own: requests, or the choice of a worker for a group (`Dispatch`).
 
 Promises:
 
-- Groups are placed only on workers that answer and are of one kind. The weights of these workers are at most
-  `max_staleness` versions older than the newest weights.
+- Groups are placed only on workers that answer health checks and are of one kind. The weights of these workers are at
+  most `max_staleness` versions older than the newest weights.
 - If a worker is lost or is no longer a member, its pending requests are notified at once.
 - Everything runs on the event loop of the first call.
 """
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 class WorkerPool:
     """The workers of a fleet.
 
-    `make_client`: creates a client for an address. `max_staleness`: maximum number of versions by which the weights of
-    an eligible worker may be older than the newest weights. `mixed_kinds`: accept workers of any kind. `links`: all
-    members. `dispatch`: the eligible workers.
+    `make_client`: creates a client for an address. `max_staleness`: a worker is eligible only if its weights are at
+    most this many versions older than the newest weights. `mixed_kinds`: whether workers of different kinds are
+    accepted. `links`: all members. `dispatch`: the eligible workers.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Prepare for a call. The first call waits until the health of all members has been checked. Raise ConfigError
-        if workers are of different kinds.
+        """Prepare for a call. The first call of `start` waits until the health of all members has been checked. Raise
+        ConfigError if workers are of different kinds.
         """
         self._check_home()
         if self._meeting is None:
@@ -102,8 +102,8 @@ class WorkerPool:
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
         """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
-        worker was found before `deadline`, in monotonic seconds. `avoid`: function that returns the keys of workers
-        that must not be chosen now. `patience`: the whole wait in seconds, for the error text.
+        worker is eligible until `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
+        workers that must not be chosen now. `patience`: length of the whole wait in seconds, for the error text.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -133,9 +133,9 @@ class WorkerPool:
         self._sort()
 
     async def note_error(self, link: Link, error: TruerollError) -> None:
-        """Update the condition of a worker after a request to it failed. A lost worker gets no requests until it
-        answers again. A worker that refuses requests because of its state gets no requests until it reports that it is
-        ready.
+        """Update whether a worker is eligible, after a request to the worker has failed. A lost worker gets no requests
+        until it answers again. A worker that refuses requests because of its state gets no requests until it reports
+        that it is ready.
         """
         if isinstance(error, WorkerLostError | WorkerFailedError):
             link.is_silent = True

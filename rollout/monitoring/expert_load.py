@@ -26,10 +26,11 @@ def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarr
 
 
 def imbalance(tokens: np.ndarray) -> np.ndarray:
-    """Return, for each layer, the tokens of the busiest expert divided by the mean over all experts, float64 [layers].
+    """Return, for each layer, the number of tokens of the busiest expert, divided by the mean number of tokens per
+    expert: float64 [layers].
 
-    The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the number of experts divided by
-    the number of experts per token.
+    The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the total number of experts
+    divided by the number of experts that process each token.
     """
     mean = tokens.mean(1)
     return np.where(mean > 0, tokens.max(1) / np.maximum(mean, 1e-9), 1.0)

@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
+"""An HTTP server on loopback for `/metrics` (Prometheus) and `/healthz`.
 
 Owns: a listening socket on 127.0.0.1, with its connections and threads. The number and the lifetime of connections and
 threads are bounded, whatever clients do. `close` ends all connections and threads. Does not own: the values. Sources
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """A worker's state and counters. Any thread may call the methods, which do not block."""
+    """A worker's state and counters. Methods of a `Source` never block, and any thread may call them."""
 
     def health(self) -> protocol.Health: ...
 
@@ -58,13 +58,13 @@ class Source(Protocol):
 
 
 class Healthy(Protocol):
-    """The source of `/healthz`. Any thread may call the method, which does not block."""
+    """The source of `/healthz`. The method `health` never blocks, and any thread may call it."""
 
     def health(self) -> protocol.Health: ...
 
 
 class Collector(Protocol):
-    """The source of `/metrics`. Any thread may call the method, which does not block."""
+    """The source of `/metrics`. The method `collect` never blocks, and any thread may call it."""
 
     def collect(self) -> Iterator[Metric]: ...
 
@@ -108,8 +108,8 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    Only the thread of `serve_forever` uses the list of connections. After this thread has ended, only the thread that
-    closes the server uses the list.
+    While `serve_forever` runs, only its thread uses the list of connections; later, only the thread that closes the
+    server does.
     """
 
     allow_reuse_address = True
@@ -170,7 +170,7 @@ class _Connection:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request was answered, or the connection has reached its time limit."""
+        """Return whether the connection can be closed: its request was answered, or its time limit was reached."""
         return not self._thread.is_alive() or monotonic() >= self._deadline
 
     def end(self) -> None:

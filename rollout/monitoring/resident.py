@@ -1,4 +1,4 @@
-"""The resident memory of this process, for frequent queries.
+"""The resident memory of this process, cached so that callers can query it often.
 
 Owns a descriptor of `/proc/self/statm`. The file is opened only once, so that queries work even when the process has no
 free descriptor left.
@@ -55,5 +55,5 @@ class ResidentMemory:
 
 
 def _read(file: int) -> int:
-    """Return the resident memory in bytes, from the second number in `statm`, which counts pages."""
+    """Return the resident memory in bytes, computed from the second number in `statm`, the number of resident pages."""
     return int(os.pread(file, 256, 0).split()[1]) * resource.getpagesize()

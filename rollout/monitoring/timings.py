@@ -22,7 +22,9 @@ class Durations:
 
 
 class Histogram:
-    """Counts durations. One thread calls `observe`. Any thread may read `durations`, which is replaced atomically."""
+    """Counts durations. One thread calls `observe`. Any thread may read `durations`, because each update replaces the
+    object atomically.
+    """
 
     def __init__(self) -> None:
         self.durations = Durations()
@@ -41,8 +43,8 @@ class Timings:
     - `stage`: a push from its start until it is verified
     - `commit_pause`: the pause of the engine during a commit
     - `push`: a push from its start until it is committed
-    - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. A sleep that drains running requests includes the wait for
-      these requests.
+    - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. For a `sleep` with `drain`, the duration includes the wait for
+      running requests.
     """
 
     step: Histogram = field(default_factory=Histogram)

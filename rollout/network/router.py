@@ -1,10 +1,10 @@
 """The worker's ROUTER socket: listens at the configured address, authenticates clients and enforces limits.
 
-Owns: the socket, its private folder if there is one, the check of keys, the limit on connections (`Gate`), and the
-replies that wait for slow readers (`Outboxes`). Does not own: the content of messages.
+Owns: the socket, the private folder of an ipc socket, the check of keys, the limit on connections (`Gate`), and the
+replies that are queued for slow clients (`Outboxes`). Does not own: the content of messages.
 
-Promises: `receive` returns the authenticated sender of each message. The memory for received bytes, connections and
-slow readers is bounded. `close` releases all resources.
+Promises: `receive` returns the authenticated sender of each message. The memory for received bytes, for connections and
+for replies to slow clients is bounded. `close` releases all resources.
 """
 
 from __future__ import annotations
@@ -57,34 +57,35 @@ class Gate:
     """Limits the connections of a ROUTER socket and reports when connections end.
 
     Create the gate before the socket is bound, so that the gate sees every connection. When a connection that was
-    `heard` ends, the gate calls `on_gone` with the identity of the connection. If a queued message of the ended
-    connection is heard afterwards, the gate calls `on_gone` again.
+    passed to `heard` ends, the gate calls `on_gone` with the identity of the connection. If `heard` later gets a queued
+    message of the ended connection, the gate calls `on_gone` again.
 
     Owns a monitor of the ROUTER socket. Promises:
 
-    - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent, which means that
-      they have not sent a message. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens
-      connections without authentication cannot exhaust the descriptors of the process, and cannot lock out other
-      clients.
-    - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes are not part
-      of a received message. The cause is a client that sends faster than the worker receives, or an endless message.
+    - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
+      message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
+      without authentication cannot exhaust the descriptors of the process, and cannot lock out other clients.
+    - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes do not belong
+      to a message that the worker has received. A connection reaches this limit if its client sends faster than the
+      worker receives, or sends a message without end.
 
-    ZMQ provides incomplete information about connections. Each message has the descriptor of its connection. If there
-    are keys, each message also has the number of its connection. The authenticator numbers connections in ascending
-    order. For a new or ended connection, the monitor reports only the descriptor. The monitor reports a new connection
-    before its first message can be received. The monitor reports an ended connection before the descriptor is reused.
-    But messages of an ended connection may stay queued for a long time. Queued messages of an ended connection arrive
-    interleaved with messages of other connections, possibly after the descriptor was reused. Of two connections with
-    the same descriptor, the connection with the larger number is newer. Only the newest connection with a descriptor
-    can be open. Hence:
+    ZMQ provides incomplete information about connections. With each message, ZMQ reports the descriptor of the
+    connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
+    number. When a connection begins or ends, ZMQ's monitor reports only the descriptor. The monitor reports a new
+    connection before its first message can be received. The monitor reports an ended connection before the descriptor
+    is reused. But messages of an ended connection may stay queued for a long time. Queued messages of an ended
+    connection arrive interleaved with messages of other connections, possibly after the descriptor was reused. Of two
+    connections with the same descriptor, the connection with the larger number is newer. Only the newest connection
+    with a descriptor can be open. Hence:
 
     - `heard` never returns False for an open connection.
-    - `heard` may return True for an ended connection. If the connection was heard before, `heard` may return True until
-      `follow` processes its end and calls `on_gone`. If the connection was not heard before, `heard` may return True
-      while its successor with the same descriptor is open and silent. For a connection that was not heard before,
-      `on_gone` is called once its successor is heard or ends.
-    - Connections without keys have no numbers. All connections that were heard on a descriptor are treated as open
-      until the last of these connections ends.
+    - `heard` may return True for an ended connection. If a message of the ended connection was heard before, `heard`
+      may return True until `follow` processes the end and calls `on_gone`. If no message of the ended connection was
+      heard before, `heard` may return True while a newer connection with the same descriptor is open and silent. If the
+      ended connection was never heard, `on_gone` is called once a message of the newer connection is heard, or the
+      newer connection ends.
+    - Connections without keys have no numbers. So the gate treats all connections that were heard on one descriptor as
+      open until the last of these connections ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -125,7 +126,7 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close TCP connections with too many bytes that are not part of a received message."""
+        """Close TCP connections that have sent too many bytes that do not belong to a received message."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -140,7 +141,7 @@ class Gate:
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
         """Record a message of `num_bytes` from the connection with this identity and number.
 
-        Return whether the connection is still open. The docstring of the class describes when the answer may be wrong.
+        Return whether the connection is still open. The docstring of `Gate` says when the result may be wrong.
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
             self.follow()  # the connection may be new, may have ended, or may have chosen this identity
@@ -178,7 +179,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. `follow` forgets the connection once the monitor reports its end."""
+        """Shut down a connection. `follow` removes the connection once the monitor reports that it ended."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -207,7 +208,9 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Replies to one client. `is_dropped`: the replies were dropped, and only an error about the drop is left."""
+    """Queued replies to one client. `is_dropped`: the replies were discarded, and only an error that reports this is
+    left.
+    """
 
     frames: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
@@ -217,16 +220,17 @@ class _Box:
 class Outboxes:
     """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
-    `on_lost`: called by `report_lost` with the identity of each client that is gone or was dropped. `send` does not
-    call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client. `user_of`:
-    returns the user of a connection.
+    `on_lost`: called by `report_lost` with the identity of each client that has disconnected or was dropped. `send`
+    does not call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client.
+    `user_of`: returns the user of a connection.
 
     Owns: the queued replies. Promises: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.
 
     At the limit, the user with the most queued bytes is selected, and the connection of this user with the most queued
     bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored. Messages are
-    accepted again once the client has read an error without an id, which ends all calls of the client.
+    accepted again once the client has read an error reply without an id. An error reply without an id ends all calls of
+    the client.
     """
 
     def __init__(
@@ -259,7 +263,7 @@ class Outboxes:
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame now, or as soon as the client reads. Return False if the client is gone or was dropped."""
+        """Send a frame now, or when the client reads. Return False if the client has disconnected or was dropped."""
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
@@ -277,7 +281,9 @@ class Outboxes:
         return not box.is_dropped
 
     def _largest(self) -> bytes:
-        """Find the user with the most queued bytes. Return the identity of this user with the largest box."""
+        """Find the user with the most queued bytes, and return the identity of this user's connection with the most
+        queued bytes.
+        """
         totals: Counter[object] = Counter()
         for identity, box in self._boxes.items():
             totals[self._user_of(identity)] += box.num_bytes
@@ -296,13 +302,15 @@ class Outboxes:
                 self.forget(identity)
 
     def report_lost(self) -> None:
-        """Report the clients that were lost since the last call. A report may end requests and send replies."""
+        """Call `on_lost` for each client that was lost since the last call. `on_lost` may end requests and send
+        replies.
+        """
         while self._lost:
             identity, _ = self._lost.popitem()
             self._on_lost(identity)
 
     def forget(self, identity: bytes) -> None:
-        """Discard the replies for a client that is gone."""
+        """Discard the queued replies to a client that has disconnected."""
         if (box := self._boxes.pop(identity, None)) is not None:
             self._empty(box)
 
@@ -314,7 +322,9 @@ class Outboxes:
             time.sleep(FINISH_SECONDS)
 
     def _try(self, identity: bytes, frame: bytes) -> bool | None:
-        """Return True if the frame was sent, False if the client is gone, None if the client must read first."""
+        """Return True if the frame was sent, False if the client has disconnected, and None if the socket cannot accept
+        the frame yet.
+        """
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -429,7 +439,7 @@ class Router:
 
     @property
     def poll_ms(self) -> float:
-        """Milliseconds until `maintain` has work; infinity if no work is scheduled."""
+        """Milliseconds until `maintain` must be called; infinity if no work is scheduled."""
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
@@ -481,7 +491,9 @@ class Router:
         return self._outboxes.takes(identity)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame to a client. Return False if the client is gone, or was dropped because it does not read."""
+        """Send a frame to a client. Return False if the client has disconnected, or was dropped because it does not
+        read its replies.
+        """
         return self._outboxes.send(identity, frame)
 
     def close(self) -> None:
@@ -493,15 +505,16 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """Return a message's frames. The first and the last frame are copied, and the frames between are empty bytes.
-
-    A message of more than one frame is invalid and may have many frames, so these are not copied.
+    """Return a message's frames. The first and the last frame are copied. All frames between the two are replaced by
+    empty bytes, because a message of more than one frame is invalid and may have many frames.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Return the descriptor of a frame's connection; None if the peer uses ZMTP 1 or 2, which do not support keys."""
+    """Return the descriptor of the connection that a frame came from; None if the peer uses ZMTP 1 or 2, which do not
+    support keys.
+    """
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -572,10 +585,8 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
 
 
 def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if the path of an ipc address is in use.
-
-    Only a socket that a dead worker left behind may be replaced. Without this check, ZMQ would silently remove any file
-    at the path.
+    """Raise OSError if the path of an ipc address exists, unless the path is a socket that a dead worker left behind.
+    Without this check, ZMQ would silently remove any file at the path.
     """
     path = address.removeprefix("ipc://")
     if path == address or not os.path.lexists(path):

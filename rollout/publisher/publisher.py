@@ -2,24 +2,24 @@
 verified them.
 
 - `WorkerClients` owns a client of each worker. All clients share one event loop on a separate thread. The class
-  remembers which workers did not answer the last greeting. A call to a worker ends within its timeout, or as soon as
-  the worker has left its fleet. `ask` ends when the first worker fails, with an error that names the worker. `greet`
-  and `ask_all` wait for all workers.
+  remembers which workers did not reply to the last greeting, the call with which every push begins. A call to a worker
+  ends within its timeout, or as soon as the worker has left its fleet. When the first worker fails, `ask` fails with an
+  error that names the worker. `greet` and `ask_all` wait for all workers.
 - `WeightPublisher` owns the list of workers, and the push that each worker was last known to serve.
 
 Does not own: how weights are transferred (`WeightSender`), or the trainer's tensors.
 
 Promises:
 
-- `push` returns when every worker serves the new weights, except workers that were left out. If a worker fails, `push`
-  raises an error that says which worker failed and which weights each worker serves. Workers serve the old weights,
-  unless a worker failed at its commit.
+- `push` returns when every worker serves the new weights, except workers that `PushResult.left_out` lists. If a worker
+  fails, `push` raises an error that says which worker failed and which weights each worker serves. After the error,
+  workers serve the old weights, unless the failure happened during the commit.
 - Every wait for a worker has a deadline, except the wait inside CUDA for an NCCL broadcast.
 - After a failure, the publisher is ready for the next push without a restart of the trainer.
 - A worker that does not answer when a push begins delays that push by `ANSWER_SECONDS`, and each later push by
   `LOST_SECONDS`.
-- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the tensors can
-  be read again.
+- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the trainer's
+  tensors can be read a second time.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ log = logging.getLogger(__name__)
 class WorkerClients:
     """A client for each worker at `addresses`. Implements `PushTargets`. A position is an index into `addresses`.
 
-    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the fleet that the
-    workers belong to; None without a fleet.
+    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the workers' fleet;
+    None if the workers are in no fleet.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class WorkerClients:
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Return the workers at these positions. The returned workers share the clients of this object, and are closed
-        with this object.
+        """Return a `WorkerClients` for the workers at these positions. The returned object shares the clients of this
+        object, and is closed together with this object.
         """
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)
@@ -128,10 +128,9 @@ class WorkerClients:
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """Return each worker's answer, with the weights that the worker needs, or the worker's error. A worker that
-        does not answer gives DeadlineError.
-
-        Waits for at most `timeout` seconds, and for at most `ANSWER_SECONDS`.
+        """Return each worker's `Weights` reply, which lists the weights that the worker needs, or each worker's error.
+        For a worker that does not answer, the error is DeadlineError. Waits at most `timeout` seconds, and never longer
+        than `ANSWER_SECONDS`.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -142,7 +141,7 @@ class WorkerClients:
     def ask(
         self, what: str, calls: protocol.PushCall | Sequence[protocol.PushCall], timeout: float
     ) -> Future[list[protocol.PushStatus]]:
-        """Send each worker its own call, or send all workers the same call.
+        """Send `calls` to the workers: a separate call for each worker, or the same call for all workers.
 
         The future returns the replies in the order of the workers. The future raises WorkerFailure as soon as a worker
         fails.
@@ -196,11 +195,11 @@ class WorkerClients:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
             if self.addresses[position] in self._gone:
-                raise WorkerLostError("worker: it has left its fleet; see the fleet's log") from None
+                raise WorkerLostError("worker: the worker has left its fleet; see the fleet's log") from None
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Close the clients of workers that have left the fleet, so that no call waits for these workers.
+        """Close the client of each worker that has left the fleet, so that no call waits for the worker.
 
         A fleet notices the end of a worker sooner than a client does.
         """
@@ -219,14 +218,16 @@ class WorkerClients:
 
 @dataclass(frozen=True)
 class _Party:
-    """The workers of a push, the weights that each worker needs, and the addresses of workers that are left out."""
+    """The workers that take part in a push, each worker's `Weights` reply, and the addresses of workers that are left
+    out.
+    """
 
     workers: WorkerClients
     replies: list[protocol.Weights]
     left_out: list[str]
 
     def where(self, holds: Callable[[str, protocol.Weights], bool]) -> _Party:
-        """Return only the workers for which `holds` returns True."""
+        """Return a `_Party` with only those workers for which `holds` returns True."""
         told = enumerate(zip(self.workers.addresses, self.replies, strict=True))
         chosen = [position for position, (address, reply) in told if holds(address, reply)]
         return _Party(self.workers.at(chosen), [self.replies[position] for position in chosen], self.left_out)
@@ -236,7 +237,7 @@ class WeightPublisher:
     """Pushes weights to workers. Any thread may call the methods, but only one call may run at a time.
 
     Do not change the tensors during a push. If the tensors are sharded, do not use their process group for anything
-    else.
+    else during a push.
 
     - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
       (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` uses
@@ -254,11 +255,11 @@ class WeightPublisher:
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
       `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests with their tokens
       so far.
-    - `in_place`: write into the live weights, for workers without memory for a second copy. After a failed `in_place`
-      push, the workers generate nothing until a push succeeds.
+    - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
+      `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
-    - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model. `raise` fails
-      the push. `skip` pushes to the other workers only, and includes the worker again once it is back.
+    - `on_lost`: what happens if, when a push begins, a worker does not answer or still loads its model. `raise` fails
+      the push. `skip` pushes to the other workers only, and later pushes include the worker once it answers again.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client needs the role `control`.
     """
 
@@ -323,7 +324,8 @@ class WeightPublisher:
 
         If a worker is lost during a push, the push is repeated without the lost worker, unless the tensors came from an
         iterator or are sharded. If a push has only adapters and a worker lacks the base weights, the push is repeated
-        with the base weights. The fleet hands the weights over to replacements and to workers that join later.
+        with the base weights. Workers that join later, including replacements of lost workers, get the weights from the
+        fleet.
         """
         membership = membership_of(fleet)
         self._disconnect()
@@ -332,19 +334,21 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        Raise PushError if a worker has not committed the push. After PushError, the next push sends every tensor whole.
+        Raise PushError if a worker has not committed the push. After PushError, even with `sparse`, the next push sends
+        whole tensors.
 
         - `tensors`: a module, or a mapping or an iterable of pairs of Hugging Face names and tensors. Tensors may have
           any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank of the trainer
           must call this method with the same names in the same order. Rank 0 gathers the tensors one by one and pushes
-          them; the other ranks return or raise when rank 0 does. With DistributedDataParallel, call this method on rank
-          0 only. The wrapped module is pushed.
+          them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With DistributedDataParallel,
+          call this method on rank 0 only. The wrapped module is pushed.
         - `version`: at most 2**63 - 2, and higher than the version that any worker serves. A new worker serves version
           0.
-        - `allow_older`: accept any version. Samples from different weights may then have the same version.
+        - `allow_older`: accept a `version` that is not higher than the served versions. With `allow_older`, samples
+          from different weights may have the same version.
         - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
-          verify the other weights, but miss changes to a frozen weight through `.data`.
+          verify the other weights, but do not notice if a frozen weight was changed through `.data`.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
@@ -378,22 +382,20 @@ class WeightPublisher:
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Repeat the last push, with the same version, for the workers that do not serve it.
+        """Repeat the last push, with the same version, for the workers that do not serve these weights.
 
-        Workers that serve the last push are not affected. If a worker does not answer, the call fails or leaves the
-        worker out, as `on_lost` says. `tensors`: see `push`. The tensors must be the weights of the last push; this is
-        not checked. Return None if all workers serve the last push. Raise ConfigError before the first push, and for
-        `disk` (call `push_folder` instead). Raise PushError for the same reasons as `push`.
+        Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
+        call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
+        push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError before
+        the first push, and for `disk` (call `push_folder` instead). Raise PushError for the same reasons as `push`.
         """
         _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
-        """Push the folder of an earlier `disk` push to the workers that do not serve the push, such as restarted
-        workers.
-
-        Workers that serve the push are not affected. Return None if all workers serve the push. `allow_older` and
-        errors: see `push`.
+        """Push the folder of an earlier `disk` push to the workers that do not serve its weights, such as restarted
+        workers. Workers that serve these weights are not affected. Return None if all workers serve these weights.
+        `allow_older` and errors: see `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -434,7 +436,7 @@ class WeightPublisher:
     def _wait_for_late_ones(self, push_id: str) -> None:
         """Wait until this push has reached every worker that serves in the fleet.
 
-        A worker that began to serve during the push has older weights until the fleet hands it the new weights.
+        A worker that began to serve during the push has older weights until the fleet gives the worker the new weights.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:
@@ -488,7 +490,9 @@ class WeightPublisher:
         alone: bool,
         push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
     ) -> PushResult | None:
-        """Call `push` with the tensors and, for a PEFT model, its adapters. `alone`: send only the adapters."""
+        """Call `push` with the tensors and, for a PEFT model, with the model's adapters. `alone`: send only the
+        adapters.
+        """
         adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
         _check(not in_place, "in_place", "False with a PEFT model, or push its merged_weights", in_place)
@@ -498,9 +502,10 @@ class WeightPublisher:
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
     ) -> PushResult | None:
-        """Push to all workers. Return None if a worker of a fleet also needs the base weights.
+        """Push to all workers. Return None if the push has only adapters and a worker of a fleet also needs the base
+        weights.
 
-        A worker needs the base weights if it was restarted, or if it got the merged weights of another worker.
+        A worker needs the base weights if the worker was restarted, or got the merged weights of another worker.
         """
         party = self._meet()
         try:
@@ -554,7 +559,7 @@ class WeightPublisher:
         return party
 
     def _note_instances(self, party: _Party) -> None:
-        """Log a warning for each worker that was restarted."""
+        """Log a warning for each worker that was restarted since the last push."""
         for address, reply in zip(party.workers.addresses, party.replies, strict=True):
             if self._instances.get(address, reply.instance) != reply.instance:
                 log.warning(

@@ -4,8 +4,8 @@ Every class has a `code`, which identifies the class in messages (`docs/protocol
 wrong, with the value, and what to do. `brief` and `said` shorten quoted text. `printable` escapes external text before
 it is shown to people.
 
-This module imports the standard library only, because every folder and clients without torch import it. The module is
-installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
+This module imports only the standard library, because all packages import it, even a client without torch. The module
+is installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TruerollError(Exception):
 
     Besides the text, an error has attributes for programs. An attribute is None if it does not apply.
 
-    - `field`: the invalid parameter, as the caller wrote it, such as `max_tokens` or `prompts[3]`
+    - `field`: the invalid parameter, named as in the caller's code, such as `max_tokens` or `prompts[3]`
     - `value`: the invalid value, if it is a number, a boolean, or a text of at most `MAX_VALUE_CHARS` characters. For
       any other value, the text that `brief` returns.
     - `limit`: the numeric limit on the value
@@ -121,7 +121,7 @@ class WorkerFailedError(TruerollError):
 
 
 class IllegalStateError(TruerollError):
-    """The call is not valid in the worker's current state, which the text names."""
+    """The call is not valid in the worker's current state. The error text names the state."""
 
     code = "illegal_state"
 
@@ -133,7 +133,8 @@ class DeadlineError(TruerollError):
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or aborted. The text names the cause, and the tensor if a tensor is the cause.
+    """A push of weights was refused or aborted. The error text names the cause; if a tensor is the cause, the text
+    names the tensor.
 
     `lost`: addresses of the lost workers, if lost workers are the cause.
     """
@@ -149,13 +150,17 @@ class StaleWeightsError(TruerollError):
 
 
 class VersionGapError(PushError):
-    """A sparse push is based on weights that the worker does not serve. Push every tensor whole."""
+    """A sparse push contains only changes, and the worker does not serve the weights that were changed. Push every
+    tensor whole.
+    """
 
     code = "version_gap"
 
 
 class OtherBaseError(PushError):
-    """A push of only adapters is based on weights that the worker does not have. Push the whole model."""
+    """A push contains only adapters, and the worker does not have the base weights of the adapters. Push the whole
+    model.
+    """
 
     code = "other_base"
 
@@ -186,7 +191,9 @@ LINES = "\n\t"
 
 
 class _Brief(reprlib.Repr):
-    """A bounded `repr`. Python's own `repr` visits the whole value, however long, and raises for deep nesting."""
+    """A bounded `repr`. Python's own `repr` visits the whole value, however long, and raises an error for deeply nested
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +219,7 @@ def brief(value: object) -> str:
 
 
 def _plain(value: object) -> Value:
-    """Return the value if it is a number or a short printable text, otherwise its description by `brief`."""
+    """Return the value if it is a number or a short printable text, otherwise the description that `brief` returns."""
     if isinstance(value, int | float):
         return value if _is_small(value) else brief(value)
     if isinstance(value, str) and len(value) <= MAX_VALUE_CHARS and value.isprintable():
@@ -226,7 +233,9 @@ def _is_small(number: int | float) -> bool:
 
 
 def said(cause: object) -> str:
-    """Return the message of another package as one line, shortened and escaped. The message may quote a file."""
+    """Return an error message of another package as one line, shortened and escaped. Such a message may quote the
+    content of a file.
+    """
     return printable(" ".join(str(cause).split())[:_MAX_SAID_CHARS])
 
 

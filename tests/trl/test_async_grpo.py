@@ -164,7 +164,7 @@ def fail(**_: Any) -> list[float]:
         (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "must return 2 numbers"),
         (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "must return finite rewards"),
         (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
-        (num_vowels, [], ConfigError, "train_dataset: it has no rows, or it cannot be iterated again"),
+        (num_vowels, [], ConfigError, "train_dataset: the dataset has no rows, or can be iterated only once"),
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
     ],
 )

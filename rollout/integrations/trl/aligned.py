@@ -3,7 +3,7 @@
 Owns: the alignment of the policy and the reference model, before TRL changes these models, and the log-probs and
 entropies of the loss. Does not own: the generation of samples (`trueroll_generation`). Promises: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
-setting that would break this promise raises ConfigError.
+setting that would make the difference nonzero raises ConfigError.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .grpo import grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
-    """TRL's `GRPOTrainer` with an aligned model and reference model, with or without PEFT. Takes the same arguments.
+    """TRL's `GRPOTrainer`, with the policy and the reference model aligned, with or without PEFT. Takes the same
+    arguments.
 
     The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, or float32 for float32 parameters
     without `bf16`. Raise AlignmentError for a model that `align` refuses. Raise ConfigError if a setting of TRL would
-    give the loss different log-probs.
+    make the loss use log-probs other than the worker's.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -36,7 +37,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @contextlib.contextmanager
     def _aligned(self) -> Iterator[None]:
-        """Context manager that makes TRL align its models instead of replacing their heads. The models are aligned
+        """Context manager in which TRL aligns its models instead of replacing their LM heads. The models are aligned
         before accelerate wraps them.
         """
         original = grpo_trainer.add_fused_lm_head
@@ -91,7 +92,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 
 def _trainer_temperature(trainer: Any) -> float:
-    """Return the temperature of the samples' log-probs. Raise ConfigError if TRL would train on different log-probs."""
+    """Return the temperature with which the samples' log-probs are computed. Raise ConfigError if TRL would train on
+    log-probs other than the worker's.
+    """
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
         ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),

@@ -1,12 +1,12 @@
 """`AsyncGRPOTrainer` on a trueroll worker: the trainer's rollout worker and weight transfer.
 
-Owns: the thread that generates and scores groups, the queue of scored samples, and the rule for stale samples. Does not
-own: the worker process, the model or the publisher's settings. Promises:
+Owns: the thread that generates and scores groups, the queue of scored samples, and the rule by which stale samples are
+dropped. Does not own: the worker process, the model or the publisher's settings. Promises:
 
 - Groups are generated in the order of the dataset, with seeds that depend on the trainer's seed.
 - No token of a sample comes from weights older than the sample's reported version. Samples from unexpected versions
   raise WeightsError.
-- A failure on the thread is logged. The trainer raises the failure when it runs out of samples.
+- An exception on the thread is logged. The trainer raises the exception when it runs out of samples.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class TruerollWeightTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """Begin a training run: the next push is version 1. Raise TrlMissingError if TRL requires unknown methods."""
+        """Begin a training run: the next push is version 1. Raise TrlMissingError if TRL requires methods that this
+        integration does not have.
+        """
         trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
         check_protocol(trainer.WeightTransferProtocol, TRANSFER)
         check_protocol(trainer.RolloutWorkerProtocol, WORKER)
@@ -63,7 +65,7 @@ class TruerollWeightTransfer:
         """Do nothing: a worker keeps generating while it receives weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push the tensors from TRL as the next version. TRL counts the versions in the same way."""
+        """Push the tensors from TRL as the next version. TRL counts versions in the same way, starting at 1."""
         self._version += 1
         # The worker may serve a version of an earlier training run, which also counted from 1.
         self._publisher.push(iterator, self._version, allow_older=self._version == 1)
@@ -79,23 +81,23 @@ class TruerollWeightTransfer:
 class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    Use the object with a `TruerollWeightTransfer` to the same worker, and for a single call of `train`. If training
-    resumes from a checkpoint, the dataset and the seeds start again from the beginning.
+    Use the object together with a `TruerollWeightTransfer` that pushes to the same worker. Use the object for only one
+    call of `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the beginning.
 
     - `client`: a client that only this object uses. The client is closed when the training run ends.
-    - `args`: the trainer's own arguments, with a `token_budget`
-    - `train_dataset`: rows with a `prompt`, iterated again and again
-    - `reward_funcs`: functions or coroutine functions, called on another thread for one group at a time. The arguments
-      are `prompts`, `completions`, `completion_ids` and the other columns of the dataset, each with one entry per
-      sample. `completions` are texts, or messages if the prompt is a conversation. A function returns a number for each
-      sample, or None if it cannot score the sample.
+    - `args`: the `args` of the trainer; `token_budget` must be set
+    - `train_dataset`: rows with a `prompt`; after the last row, iteration starts again with the first row
+    - `reward_funcs`: functions or coroutine functions, called on another thread for one group at a time. Each function
+      is called with `prompts`, `completions`, `completion_ids` and the other columns of the dataset; each argument has
+      one entry per sample. `completions` are texts, or messages if the prompt is a conversation. A function returns a
+      number for each sample, or None if it cannot score the sample.
 
-    The reward of a sample is the sum over the functions. The advantage is the distance of the reward from the mean of
-    its group, in standard deviations.
+    The reward of a sample is the sum of the functions' results. The advantage of a sample is the difference between its
+    reward and its group's mean reward, divided by the group's standard deviation.
 
     When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
     that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
-    too old at training time are dropped. Raise ConfigError if no sample can be fresh enough, if `token_budget` is None,
+    too old at training time are dropped. Raise ConfigError if every sample would be too old, if `token_budget` is None,
     or for settings that a worker does not support.
     """
 
@@ -125,7 +127,7 @@ class TruerollWorker:
         """Metrics for TRL's log: numbers, or pairs (sum, count) that TRL reports as the mean sum / count."""
 
     def start(self) -> None:
-        """Start generating. Raise ConfigError if `max_inflight_tasks` allows no sample in flight."""
+        """Start generating. Raise ConfigError if `max_inflight_tasks` is less than 1."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
                 f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it, or pass the "
@@ -142,15 +144,17 @@ class TruerollWorker:
             return
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineError(f"rollouts: a reward function did not return within {STOP_SECONDS} s; make it return")
+            raise DeadlineError(
+                f"rollouts: a reward function did not return within {STOP_SECONDS} s; check why the function hangs"
+            )
 
     def update_model_version(self, model_version: int) -> None:
         """Record that the trainer has pushed `model_version`."""
         self._model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended generation or scoring. Raise DeadlineError if there was no progress for more than
-        `stale_after_s` seconds.
+        """If an error has ended generation or scoring, raise the error. Raise DeadlineError if there was no progress
+        for more than `stale_after_s` seconds.
         """
         if self._failure is not None:
             raise self._failure
@@ -210,7 +214,7 @@ class TruerollWorker:
 
     async def _deliver_first(self, groups: deque[asyncio.Task[Group]]) -> None:
         """If the oldest group has arrived, score it and queue its samples. If the oldest group has not arrived, record
-        the worker's progress.
+        when the worker last made progress.
         """
         if not (await asyncio.wait([groups[0]], timeout=POLL_SECONDS))[0]:
             await self._note_progress()
@@ -236,14 +240,14 @@ class _FreshQueue(queue.Queue[Any]):
         self._is_fresh, self._on_drop = is_fresh, on_drop
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Like `queue.Queue.get`, but for fresh items only. Each dropped item restarts the timeout."""
+        """Like `queue.Queue.get`, but drop stale items. Each dropped item restarts the timeout."""
         while not self._is_fresh(item := super().get(block, timeout)):
             self._on_drop()
         return item
 
 
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
-    """Return how many versions older than the trainer's weights a sample may be when TRL takes it."""
+    """Return how many versions behind the trainer's weights a sample may be when TRL takes it from the queue."""
     if args.token_budget is None:
         raise ConfigError("token_budget: with None TRL would query a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
@@ -256,12 +260,13 @@ def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
 
 
 def _versions_taken_ahead(token_budget: int, num_batches: int) -> int:
-    """Return the maximum number of versions that the trainer pushes between taking a sample and training on it.
+    """Return the maximum number of versions that the trainer pushes between taking a sample from the queue and training
+    on it.
 
     `num_batches`: batches per update. TRL fetches a batch while the previous batch waits for training. With a token
-    budget, TRL also takes the first sample that does not fit, for the following batch. If an update has a single batch,
-    the following batch belongs to the next update. If an update accumulates several batches, the following batch
-    belongs to the same update.
+    budget, TRL also takes the first sample that does not fit into the batch, and uses it for the following batch. If an
+    update has a single batch, the following batch belongs to the next update. If an update accumulates several batches,
+    the following batch belongs to the same update.
     """
     return 2 if token_budget > 0 and num_batches == 1 else 1
 
@@ -274,4 +279,4 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: it has no rows, or it cannot be iterated again; give a list")
+            raise ConfigError("train_dataset: the dataset has no rows, or can be iterated only once; give a list")

@@ -46,7 +46,7 @@ class Group:
 
 
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
-    """Return the reward of each sample from `func`, with NaN instead of None. `func` may be a coroutine function.
+    """Return the reward that `func` gives to each sample, with NaN instead of None. `func` may be a coroutine function.
 
     Raise ConfigError unless `func` returns one finite number or None for each sample.
     """
@@ -72,8 +72,8 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Convert StopIteration to RuntimeError, because a future cannot hold StopIteration
-    and would never complete.
+    """Return the result of `call`. Convert StopIteration to RuntimeError, because a future cannot hold StopIteration,
+    so the caller would wait forever.
     """
     try:
         return call()
@@ -82,7 +82,7 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 
 
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
-    """Yield a training row for each sample. A sample without any known reward gets advantage 0.
+    """Yield a training row for each sample. A sample for which all rewards are unknown gets advantage 0.
 
     `rewards`: float64 [num_functions, num_samples], NaN for unknown rewards.
     """
@@ -110,7 +110,7 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
 
 
 def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray]:
-    """Return the arrays of a training row, each over the whole sequence of prompt and completion."""
+    """Return the arrays of a training row. Each array covers the tokens of prompt and completion."""
     no_logprobs, is_prompt = np.zeros(len(prompt_ids), np.float32), np.zeros(len(prompt_ids), np.int64)
     return {
         "input_ids": np.array([*prompt_ids, *sample.token_ids], np.int64),
@@ -120,7 +120,9 @@ def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray
 
 
 def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[float, float]]:
-    """Return metrics of sample lengths under TRL's names. TRL reports a pair (sum, count) as the mean sum / count."""
+    """Return metrics of sample lengths, with TRL's metric names. For a pair (sum, count), TRL reports the mean, sum /
+    count.
+    """
     lengths = [len(sample.token_ids) for sample in samples]
     cut_off = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -142,5 +144,7 @@ def name_of(func: RewardFunc) -> str:
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return the sampled text in the form of its prompt: a text for a text, a message for a conversation."""
+    """Return the sampled text in the form of its prompt: a text if the prompt is a text, a message if it is a
+    conversation.
+    """
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

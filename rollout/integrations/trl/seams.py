@@ -1,7 +1,7 @@
 """The places where trueroll plugs into TRL, checked against the installed version of TRL.
 
-An unknown argument from TRL could change what is sampled or trained on. So unknown arguments raise an error when the
-integration is imported or created.
+If TRL passes an argument that trueroll does not know, samples or training could be wrong. So unknown arguments raise an
+error when the integration is imported or created.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_sample(sample: type) -> None:
 
 
 def check_protocol(protocol: type, known: Iterable[str]) -> None:
-    """Raise TrlMissingError unless TRL's protocol has exactly the methods and attributes in `known`."""
+    """Raise TrlMissingError unless the class `protocol` of TRL has exactly the methods and attributes in `known`."""
     asked = {name for name in (*vars(protocol), *inspect.get_annotations(protocol)) if not name.startswith("_")}
     _compare(protocol.__name__, asked, {*known})
 

@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Te
 
 
 class TruerollAdapter(BaseRollout):
-    """The adapter of replica `replica_rank`. By default, this is the replica of this trainer rank."""
+    """The adapter of replica `replica_rank`. By default, `replica_rank` is the rank of this trainer process."""
 
     is_leader_rank = True
     """Every rank has its own replica."""
@@ -55,8 +55,8 @@ class TruerollAdapter(BaseRollout):
     ) -> None:
         """Push whole tensors with their Hugging Face names.
 
-        The version is `global_steps` + 1, because version 0 is the checkpoint. Without `global_steps`, the push
-        restores the weights that the worker dropped when it went to sleep, with their old version.
+        The version is `global_steps` + 1, because version 0 is the checkpoint. Without `global_steps`, the push brings
+        back the weights that the worker dropped when it went to sleep, and keeps their version.
         """
         _check_kind(wire_format, peft_config)
         server = await self._server()
@@ -66,7 +66,7 @@ class TruerollAdapter(BaseRollout):
         await server.set_version.remote(version)
 
     async def _server(self) -> Any:
-        """Return the server's actor. The lookup happens on first use, because verl creates servers after adapters."""
+        """Return the server's actor. The first call looks up the actor, because verl creates servers after adapters."""
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()
@@ -86,8 +86,8 @@ def _check_kind(wire_format: str, peft_config: Any) -> None:
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs on another thread. The pairs are created on the thread of `loop`, which has verl's device and
-    groups.
+    """Yield the pairs of `weights` on the calling thread. The pairs are created on the thread of `loop`, which has
+    verl's device and process groups.
     """
     pairs = ensure_async_iterator(weights)
 

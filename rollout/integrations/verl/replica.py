@@ -1,4 +1,4 @@
-"""verl's rollout replica: one server on the node and the device of one trainer rank."""
+"""verl's rollout replica: one server, on the same node and device as one trainer rank."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .settings import NAME, check_rollout
 
 
 class TruerollReplica(RolloutReplica):
-    """A replica for the policy. verl's reward models and teachers need servers with other endpoints."""
+    """A replica that serves the policy. verl's reward models and teachers are not supported, because they need servers
+    with other endpoints.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,11 +1,11 @@
 """verl's server: a Ray actor that forwards verl's requests to its own worker process or fleet.
 
-Owns: the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own: the
-weights, which the adapter in the trainer's process pushes directly to the worker. After a push, the adapter notifies
-this actor.
+Owns: the worker or the fleet, its client, and a gate: between `abort_all_requests` and `resume_generation`, the gate is
+closed, and no request starts. Does not own: the weights, which the adapter in the trainer's process pushes directly to
+the worker. After a push, the adapter notifies this actor.
 
-Promises: if a push ended before a request began, no token of the request comes from older weights. Aborted requests
-return their tokens so far.
+Promises: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return their
+tokens so far.
 """
 
 # pyright: reportMissingImports=false
@@ -36,7 +36,7 @@ class TruerollServer:
     """The class of the Ray actor.
 
     - `config`: verl's RolloutConfig
-    - `model_config`: verl's model config; its `path` is the checkpoint that the worker loads at first
+    - `model_config`: verl's model config; its `path` is the checkpoint that the worker loads when it starts
     - `device`: see `EngineConfig`
     - `can_sleep`: whether `sleep` releases memory; if False, `sleep` and `wake_up` do nothing
     """
@@ -61,7 +61,7 @@ class TruerollServer:
         self._rejects = False
 
     def address(self) -> str:
-        """Return the address of the worker, or the file of the fleet. Clients use trueroll's protocol, not HTTP."""
+        """Return the worker's address, or the path of the fleet's file. Clients use trueroll's protocol, not HTTP."""
         return self._address
 
     def version(self) -> int:
@@ -109,8 +109,8 @@ class TruerollServer:
     def _seed(self, request_id: str, prompt: list[int]) -> int | None:
         """Return the seed of a request; None without `full_determinism`.
 
-        With `full_determinism`, verl's request ids are not unique, and verl's requests arrive in any order. For given
-        weights, id and prompt, the k-th request always gets the same seed.
+        With `full_determinism`, verl may use the same id for several requests, and requests may arrive in any order.
+        The k-th request with the same weights, id and prompt always gets the same seed.
         """
         if not self._config.full_determinism:
             return None
@@ -120,10 +120,11 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Return verl's steps at which the weights of a sample were pushed: the last, the smallest and the largest.
+        """Return the global steps at which the weights of a sample's tokens were pushed: the last, the smallest and the
+        largest step.
 
-        Return an empty map for a sample without tokens, because verl takes the first reported step as the sample's
-        start.
+        Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
+        the sample.
         """
         steps = [version - 1 for version in versions]
         if not steps:
@@ -131,7 +132,7 @@ class TruerollServer:
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End all requests with their tokens so far. Start no new requests until `resume_generation`.
+        """End all requests with their tokens so far. No request starts until `resume_generation` is called.
 
         New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead of
         waiting.

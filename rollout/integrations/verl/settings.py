@@ -37,11 +37,11 @@ def check_rollout(config: Any) -> None:
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's number of
-    workers.
+    """Convert a `rollout` section to settings for `launch_worker`. Return these settings and `num_workers`, the number
+    of workers in the replica.
 
-    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. Settings in
-    `engine_kwargs.trueroll` override all others. Raise ConfigError if the device does not allow this number of workers.
+    The section's `engine_kwargs.trueroll` may contain any settings of EngineConfig and WorkerConfig. Settings in
+    `engine_kwargs.trueroll` override all others. Raise ConfigError if `num_workers` is not possible on the device.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -72,8 +72,8 @@ def max_model_len(config: Any) -> int:
 def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed: int | None) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults from a `rollout` section.
 
-    `seed`: None lets the worker choose a seed. Raise InvalidRequestError, which names the field, for an unsupported
-    parameter and for a prompt that leaves no room for a response.
+    `seed`: None lets the worker choose a seed. Raise InvalidRequestError if a parameter is not supported, or if the
+    prompt leaves no room for a response. The error names the parameter.
     """
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
     for name, value in NEUTRAL.items():
@@ -89,7 +89,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Return the maximum number of new tokens, and remove its vLLM or SGLang setting from `fields`."""
+    """Remove the keys `max_tokens` and `max_new_tokens` from `fields`, and return the maximum number of new tokens."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(
