@@ -66,8 +66,8 @@ class DetokenizeFields(Fields):
 class ExactRoute(Route):
     """A route that matches only its exact path.
 
-    Starlette's route also matches the path followed by a newline. For a path with a newline, the guard would check
-    neither the role nor the number of open requests.
+    Starlette's route also matches the path followed by a newline. The guard does not recognize a path with a newline,
+    and would skip its checks of the role and of the number of open requests.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

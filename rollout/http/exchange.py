@@ -182,7 +182,7 @@ def _scope(connection: Line, request: h11.Request) -> Scope:
 def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
     """Return the events of an error response that closes the connection.
 
-    `is_head`: whether the request is a HEAD request, so that the response has no content.
+    `is_head`: whether the request is a HEAD request, in which case the response has no content.
     """
     content = encoded(error_body(error))
     headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}

@@ -1,6 +1,6 @@
 """JSON in and out: request bodies, answers, and answers streamed as server-sent events.
 
-Promises: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
+Guarantees: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
 cancelled as soon as the client disconnects.
 """
 
@@ -85,7 +85,7 @@ class LongJson:
 
 
 def _result(steps: Steps) -> dict[str, Any]:
-    """Run all steps, and return the result."""
+    """Run all steps of a parser without a pause, and return the result."""
     try:
         while True:
             next(steps)
