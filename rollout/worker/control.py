@@ -4,7 +4,7 @@ Owns: the state (`lifecycle`), and the queue of waiting calls. Does not own: the
 the socket, the requests, or the engine. The code here runs on the thread of `Worker.run`, and reaches the engine only
 through commands.
 
-Promises: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
+Guarantees: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
 worker shuts down or fails.
 """
 
@@ -298,7 +298,8 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse waiting calls, and cancel the current operation if it was not sent to the engine yet."""
+        """Refuse waiting calls, and cancel the current operation unless the operation was already sent to the engine.
+        """
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())
