@@ -479,12 +479,11 @@ def plan(
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
-    """Return the name of the model or of the configuration. Raise BadParameter unless exactly one of the two is given.
-    """
+    """Return the name of the model or the configuration. Raise BadParameter unless exactly one of the two is given."""
     if model is not None and dummy_weights is not None:
         raise typer.BadParameter(f"MODEL {model} and --dummy-weights {dummy_weights} exclude each other; give only one")
     if dummy_weights is not None and compare is not None:
-        raise typer.BadParameter("--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare")
+        raise typer.BadParameter("--compare hf needs a MODEL; give MODEL instead of --dummy-weights, or omit --compare")
     if dummy_weights is not None:
         find_config(dummy_weights)
     if name := model or dummy_weights:

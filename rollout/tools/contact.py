@@ -45,8 +45,8 @@ def contact(address: str, timeout: float) -> None:
         (_connect_tcp if transport == "tcp" else _connect_ipc)(place)
     except OSError as error:
         raise ConfigError(
-            f"address: no worker listens at {address} ({error.strerror or error}); start one with `trueroll serve "
-            "MODEL`, which prints its address"
+            f"address: no worker listens at {address} ({error.strerror or error}); start a worker with `trueroll "
+            "serve MODEL`, which prints the address"
         ) from None
 
 

@@ -37,8 +37,7 @@ STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", 
 
 
 class _Shown(BaseModel):
-    """Base class for the displayed fields of health and stats. The protocol does not define these fields individually.
-    """
+    """Base class for displayed fields of health and stats. The protocol does not define these fields one by one."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

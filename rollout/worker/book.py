@@ -238,8 +238,8 @@ class Streams:
             stream.growths[delta.index] = Growth(delta)
         elif not growth.put(delta):
             raise RuntimeError(
-                f"streams: the delta of {key!r} from token {delta.start} on does not continue its {growth.num_tokens} "
-                "known tokens"
+                f"streams: the delta of {key!r} from token {delta.start} on does not continue the {growth.num_tokens} "
+                "tokens received so far"
             )
         for reader in stream.readers:
             self._fall_due(reader, (key, delta.index))

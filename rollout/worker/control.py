@@ -298,8 +298,7 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse waiting calls, and cancel the current operation unless the operation was already sent to the engine.
-        """
+        """Refuse waiting calls, and cancel the current operation if the engine has not received the operation yet."""
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())
