@@ -115,7 +115,7 @@ HTTP: Table = {
 
 
 class GroupedCommand(TyperCommand):
-    """A command with a help page that lists options below headings. Typer itself shows headings only in rich's layout."""
+    """A command with a help page that lists options below headings. Typer shows headings only in rich's layout."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options. Called by typer."""
