@@ -59,7 +59,7 @@ class Audit:
     - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
     - `is_aligned`: whether the trainer's model is aligned
     - `differences`: trainer - worker for each token, one float32 array [tokens of the sample] per sample; infinity
-      instead of NaN, and for samples without log-probs from the worker
+      replaces NaN, and all differences of a sample if the worker sent no log-probs
     """
 
     num_tokens: int
@@ -96,7 +96,7 @@ def audit(
 ) -> Audit:
     """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role control.
 
-    - `model`: the transformers model that is trained; if a wrapper contains the model, the wrapper. If training uses
+    - `model`: the transformers model that is trained, or the wrapper that contains this model. If training uses
       autocast, call `audit` under the same autocast. If the model is sharded, call `audit` on every rank, with a
       separate client on each rank.
     - `client`: a client of the worker, or of a fleet. If the workers of a fleet have different weights, `audit` raises
@@ -201,7 +201,7 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
 
 def _decoder(model: Any) -> Any:
     """Return the transformers model that `model` contains as a submodule, even if workers do not support the model. If
-    there is none, return `model`.
+    `model` contains no transformers model, return `model`.
     """
     return next(filter(is_decoder, model.modules()), model)
 

@@ -46,9 +46,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 class PlainTokenizer:
-    """A tokenizer from tokenizer.json, with the same methods as transformers' tokenizers, as far as the tools call
-    these methods.
-    """
+    """A tokenizer that is loaded from tokenizer.json, with all methods of transformers' tokenizers that the tools call."""
 
     def __init__(self, folder: Path, backend: Tokenizer, chat_template: str | None) -> None:
         backend.no_truncation()

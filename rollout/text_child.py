@@ -50,7 +50,7 @@ class ChildError(Exception):
 
 
 class EncodingError(ChildError):
-    """The tokenizer failed, not the chat template."""
+    """Raised when the tokenizer, not the chat template, has failed."""
 
 
 class _Unencodable(Exception):

@@ -113,8 +113,8 @@ class _Body:
     """A body that was not parsed yet.
 
     `content`: the bytes received so far. `num_bytes`: bytes of the budget that the body uses. `limit`: timeout for
-    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes that the body
-    frees in the budget.
+    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes of the budget
+    that the body releases.
     """
 
     limit: asyncio.Timeout
@@ -126,7 +126,7 @@ class _Body:
         self.gives_way = False
 
     def let_go(self) -> None:
-        """Free the bytes of the budget that this body uses."""
+        """Release the part of the budget that this body uses."""
         self._let_go(self.num_bytes)
         self.num_bytes = 0
 
@@ -160,7 +160,7 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
 
 
 def drop_body(scope: MutableMapping[str, Any]) -> None:
-    """Free the bytes of the budget that a request's body uses, if no handler has taken the body."""
+    """Release the part of the budget that a request's body uses, if no handler has taken the body."""
     if _BODY in scope:
         with taken_body(scope):
             pass

@@ -151,8 +151,8 @@ class Connections:
         """Close an old connection: the oldest connection in the first stage of `GIVES_WAY` that is not empty. Return
         whether a connection was closed.
 
-        `is_extra`: which connections to consider. If True, only connections in the reserve for `/health`; if False,
-        only other connections; if None, all connections.
+        `is_extra`: which connections to consider. If True, consider only connections in the reserve for `/health`; if
+        False, only the other connections; if None, all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:

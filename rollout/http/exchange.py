@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The part of a connection that an exchange uses.
+    """The interface that an exchange needs from its connection.
 
     `client`, `server`: addresses of the client and of this server. `writable`: set while the write buffer is empty.
     """

@@ -207,7 +207,7 @@ def _next_version(served: int) -> int:
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """Push the weights in a folder to the worker.
 
-    Call this on a separate thread, because the publisher blocks and imports torch.
+    Call this function on a separate thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher, connect_to
 

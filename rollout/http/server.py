@@ -93,7 +93,7 @@ async def run(
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> bool:
-    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether it was SIGINT.
+    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether the signal was SIGINT.
 
     Parameters and errors: see `serve`.
     """

@@ -189,7 +189,7 @@ def error_answer(error: HttpError) -> Response:
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone.
 
-    Call this only after the request's body has been read.
+    Call this function only after the request's body has been read.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:

@@ -248,8 +248,8 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the compared requests in batches. Each batch is filled up with other requests to `cell.others` + 1
-        requests.
+        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers are
+        added.
         """
         subjects = self.subjects
         if cell.budget == 1:

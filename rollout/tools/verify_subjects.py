@@ -54,9 +54,8 @@ class Sizes:
 
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
-    """Return a request for each combination of prompt and SAMPLINGS, and a request with the parameters PLAIN as the
-    last request. Prompts are random, but every call returns the same prompts. `routes`: request the routed experts of
-    all tokens.
+    """Return a request for each combination of prompt and SAMPLINGS, followed by a request with the parameters PLAIN.
+    Prompts are random, but every call returns the same prompts. `routes`: request the routed experts of all tokens.
     """
     update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)

@@ -347,9 +347,9 @@ class WaitingRoom:
     """The requests that have not been sent to the engine yet, by key.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
-    requests, or the engine. Guarantees: requests leave in the order of their arrival, and an aborted sample is never
-    computed. Requests that wait for weights may leave later, because they are checked only after a possible change of
-    the weights.
+    requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
+    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because waiting
+    requests are checked only after a possible change of the weights.
     """
 
     def __init__(self) -> None:
@@ -435,8 +435,8 @@ class Abortion(NamedTuple):
     """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the abort call arrived. If True, the abort also ends the
-    successors.
+    `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
+    abort also ends the successors.
     """
 
     entry: Entry
@@ -558,8 +558,8 @@ class RequestBook:
     def lose(self, identity: bytes) -> None:
         """Remove a lost client.
 
-        End each request that has no waiting client left and is `while_connected` or waits for weights. A client that
-        reconnects submits the request again.
+        End each request that has no waiting client left, if the request is `while_connected` or waits for weights. A
+        client that reconnects submits the request again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Host(PushHost, Protocol):
-    """The part of the worker that `Control` uses."""
+    """The interface that `Control` needs from the worker."""
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
@@ -43,7 +43,7 @@ class Host(PushHost, Protocol):
 
 
 class Requests(EngineHost, Protocol):
-    """The part of the request book that `Control` uses."""
+    """The interface that `Control` needs from the request book."""
 
     def admit(self) -> None:
         """Send the waiting requests to the engine if `Control.takes_requests` is True."""

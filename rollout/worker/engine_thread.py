@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ServedEngine(Protocol):
-    """The part of an engine that the worker uses. `trueroll.engine.engine.Engine` implements this protocol."""
+    """The interface that the worker needs from its engine. `trueroll.engine.engine.Engine` implements this protocol."""
 
     info: Any
     """A dataclass that describes the engine, with fields `backend` and `backend_note`."""
@@ -181,7 +181,7 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine after its last step.
+    """The state of the engine after its last step.
 
     `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time at which the engine last made progress, in
     monotonic seconds.
@@ -196,8 +196,8 @@ class Snapshot:
 class EngineThread(threading.Thread):
     """Builds the engine, and applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
 
-    `publish`: called on this thread with every event. `step_seconds`: histogram of step durations. `snapshot`: None
-    until the engine is built.
+    `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations. `snapshot`:
+    None until the engine is built.
     """
 
     def __init__(

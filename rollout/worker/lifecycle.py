@@ -1,8 +1,8 @@
 """The states of a worker: the legal moves between them, and the calls that each state allows.
 
-This module only records the state. The worker acts first, and then reports the result to `Lifecycle`. A call that the
-current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A move that
-is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
+This module only records the worker's state. The worker acts first, and then reports the result to `Lifecycle`. A call
+that the current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A
+move that is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
-    """The part of the worker that operations use."""
+    """The interface that `Operations` needs from the worker."""
 
     def command(self, command: Run, aborts: bool) -> None:
         """Send the engine a command. `aborts`: whether the command aborts all requests in the engine."""
@@ -209,7 +209,7 @@ def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
 
 
 class PushHost(Protocol):
-    """The part of the worker that pushes use."""
+    """The interface that `Pushes` needs from the worker."""
 
     def publish_event(self, event: PushNews) -> None:
         """Pass the event to `Pushes.handle_news`. May be called from any thread."""

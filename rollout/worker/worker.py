@@ -168,7 +168,7 @@ class Inbox(Generic[T]):
         return self._writer.fileno()
 
     def clear(self) -> None:
-        """Consume all pending wake-ups. Call this when `fileno` is readable."""
+        """Consume all pending wake-ups. Call this method when `fileno` is readable."""
         self._reader.recv(4096)
 
     def get(self) -> T | None:
@@ -249,8 +249,8 @@ FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protoc
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
     """Decode the message in `frames`.
 
-    Raise ProtocolError, MessageTooLargeError or InvalidRequestError if the bytes are invalid. Invalid bytes never cause
-    other errors.
+    Raise ProtocolError, MessageTooLargeError or InvalidRequestError if the bytes are invalid. Invalid bytes cannot
+    cause errors of other classes.
     """
     frame = _only_frame(frames, max_message_bytes)
     try:
