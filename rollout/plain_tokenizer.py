@@ -46,7 +46,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 class PlainTokenizer:
-    """A tokenizer that is loaded from tokenizer.json, with all methods of transformers' tokenizers that the tools call."""
+    """A tokenizer loaded from tokenizer.json, with all methods of transformers' tokenizers that the tools call."""
 
     def __init__(self, folder: Path, backend: Tokenizer, chat_template: str | None) -> None:
         backend.no_truncation()
