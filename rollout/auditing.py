@@ -108,8 +108,9 @@ def audit(
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
 
-    Raise the client's errors. Raise ConfigError if there are no prompts, if the model has a smaller vocabulary than the
-    worker's, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not support.
+    Raise the client's errors. Raise ConfigError if there are no prompts, if the model's vocabulary is smaller than the
+    worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not
+    support.
     """
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
@@ -358,7 +359,8 @@ def _compare_version(samples: list[_Sampled], served: int, version: int | None) 
 def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...], protocol.Checksums]:
     """Return the names of the tensors that differ, and the worker's checksums.
 
-    The trainer's tensors are converted to the worker's dtype, and adapters are merged, before they are compared.
+    Before the comparison, the trainer's tensors are converted to the worker's dtype, and adapters are merged into the
+    weights.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)

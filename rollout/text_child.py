@@ -45,7 +45,7 @@ IsAbandoned: TypeAlias = Callable[[], bool]
 class ChildError(Exception):
     """The child returned no result.
 
-    The text of the error names the cause. The text is empty if the child was killed, hung or was abandoned.
+    The text of the error names the cause. The error text is empty if the child was killed, hung or was abandoned.
     """
 
 

@@ -32,7 +32,7 @@ class TokenBytes:
     """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes than estimated, and tokens
     with long texts need more.
 
-    `new`: bytes per generated token. `prompt`: bytes per prompt token, counted once for each choice.
+    `new`: bytes per generated token. `prompt`: bytes per prompt token; each choice counts the prompt tokens again.
     """
 
     new: int

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenizeTextFields(Fields):
-    """Fields of `/tokenize` for a text. `return_token_strs`: also return the text of each token."""
+    """Fields of a `/tokenize` request that contains a text. `return_token_strs`: also return the text of each token."""
 
     model: str | None = None
     prompt: str

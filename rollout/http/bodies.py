@@ -150,7 +150,7 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
     """Context manager that provides a request's body after `Bodies.read` has read the body.
 
     The body uses the budget until the context exits. A body can be taken only once, so that the memory of the body is
-    freed at the end of the context.
+    freed when the context exits.
     """
     body: _Body = scope.pop(_BODY)
     try:

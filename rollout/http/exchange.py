@@ -91,7 +91,9 @@ class Exchange:
         self._changed = asyncio.Event()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run the application until it returns. Then finish the request on the connection."""
+        """Run the application until it returns. After the application has returned, finish the request on the
+        connection.
+        """
         try:
             await app(self._scope, self._receive, self._send)
         except asyncio.CancelledError:

@@ -114,7 +114,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """Fields of all requests for tokens, in addition to `SAMPLING` and `seed`."""
+    """Fields of all requests that generate tokens, in addition to `SAMPLING` and `seed`."""
 
     model: str | None = None
     stream: bool = False

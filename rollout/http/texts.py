@@ -162,7 +162,9 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return the whole text, beginning with the parts that were already returned."""
+        """Return the whole text, beginning with the parts that were already returned. Called if the text of the
+        finished sample does not begin with these parts.
+        """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
         at = text.find(stop, self._num_told) if isinstance(stop, str) else -1

@@ -295,7 +295,7 @@ def _sleep_and_push(
     prompts: list[list[int]],
     sizes: Sizes,
 ) -> tuple[Answers, Answers]:
-    """Let the worker drop its weights and cache, push changed weights, and then push the old weights.
+    """Make the worker drop its weights and cache. Then push changed weights, and after that the old weights.
 
     Return the answers with the changed weights and the answers with the old weights.
     """

@@ -137,7 +137,7 @@ def names_of(table: Table) -> Iterator[str]:
 
 
 def with_settings(*groups: tuple[type[BaseModel], Table]) -> Callable[[F], F]:
-    """Replace a command's `**settings` with one option for each setting with a help text. `groups`: (class, table)."""
+    """Replace a command's `**settings` with one option per setting that has a help text. `groups`: (class, table)."""
 
     def decorate(command: F) -> F:
         own = [

@@ -174,7 +174,7 @@ _STATE_COUNTERS = {
 
 
 def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
-    """Return all premises of a cell, checked on its `runs`.
+    """Check the premises of a cell against its `runs`, and return all of them.
 
     `num_threads`: number of threads during the runs. `cuts`: whether prompts are also split at checkpoints of recurrent
     states.

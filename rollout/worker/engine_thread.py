@@ -194,7 +194,8 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, and applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
+    """Builds the engine, and then applies commands and runs steps until a `Stop` command arrives. Put each `Command`
+    into `commands`.
 
     `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations. `snapshot`:
     None until the engine is built.

@@ -2,8 +2,8 @@
 
 `Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
 submissions, and the replies so far as encoded frames. `Ledger` does not send replies. `Calls` owns the pending calls
-with a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that lost
-a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
+that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that
+lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
 
 Guarantees:
 
