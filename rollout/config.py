@@ -17,7 +17,7 @@ from ..engine.request import from_validation
 
 
 class WorkerConfig(BaseModel):
-    """Settings of the worker around one engine. Unknown keys and values out of range raise ConfigError.
+    """Settings of a worker, without the settings of its engine. Unknown keys and values out of range raise ConfigError.
 
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
     - `curve_secret_key_file`, `clients_file`: the worker's secret key, in the format of `zmq.auth.create_certificates`,

@@ -1,8 +1,10 @@
-"""Tokenizers that transformers takes unchanged from tokenizer.json. The package `tokenizers` suffices for them.
+"""Tokenizers that transformers would load from tokenizer.json without changes, so that the package `tokenizers`
+suffices.
 
-Importing transformers' AutoTokenizer imports torch, which takes seconds. transformers also builds most tokenizers anew,
-by a class of their own. This module recognizes folders for which it does not, and leaves all others to transformers.
-Chat templates are always rendered by transformers, which is imported for the first conversation.
+Importing transformers' AutoTokenizer imports torch, which takes seconds. For most models, transformers also rebuilds
+the tokenizer with a class for the model. This module recognizes the folders for which transformers does not rebuild the
+tokenizer, and leaves all other folders to transformers. Chat templates are always rendered by transformers, which is
+imported for the first conversation.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 class PlainTokenizer:
-    """A tokenizer.json with the methods of transformers' tokenizers that the tools use."""
+    """A tokenizer loaded from tokenizer.json, with all methods of transformers' tokenizers that the tools call."""
 
     def __init__(self, folder: Path, backend: Tokenizer, chat_template: str | None) -> None:
         backend.no_truncation()
@@ -56,7 +58,7 @@ class PlainTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The added tokens by their ids."""
+        """The added tokens, by token id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -77,7 +79,9 @@ class PlainTokenizer:
 
 
 def is_plain(folder: Path) -> bool:
-    """Return whether the settings in a model folder allow `load_plain` to try it. Files that cannot be read do not."""
+    """Return whether the settings in a model folder allow `load_plain` to load the tokenizer. Return False if the
+    settings cannot be read.
+    """
     try:
         own, model = _settings(folder), read_json(folder / "config.json", MAX_TOKENIZER_BYTES)
     except ModelError:
@@ -94,9 +98,9 @@ def is_plain(folder: Path) -> bool:
 
 
 def load_plain(folder: Path) -> PlainTokenizer | None:
-    """Load the tokenizer of a folder that `is_plain` accepts. Return None if it lacks a token that the settings name.
-
-    Raise ModelError if `check_tokenizer` rejects it, and any exception of the package `tokenizers`.
+    """Load the tokenizer of a folder that `is_plain` accepts. Return None if the settings name a token that
+    tokenizer.json lacks or describes differently. Raise ModelError if `check_tokenizer` rejects the tokenizer. Errors
+    of the package `tokenizers` are not caught.
     """
     own = _settings(folder)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -124,7 +128,7 @@ def _named(own: dict[str, Any]) -> Iterator[Any]:
 
 
 def _agree(own: dict[str, Any], added: dict[int, AddedToken]) -> bool:
-    """Return whether the settings list no added token that tokenizer.json lacks or describes otherwise."""
+    """Return whether tokenizer.json contains every added token that the settings list, with the same properties."""
     listed = (own.get("added_tokens_decoder") or {}).items()
     flags = {str(id): {name: getattr(token, name) for name in _FLAGS} for id, token in added.items()}
     return all(flags.get(id) == {name: token.get(name) for name in _FLAGS} for id, token in listed)

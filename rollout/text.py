@@ -1,9 +1,9 @@
 """Conversion between text and token ids, for the tools and the HTTP front end. Workers use token ids only.
 
-Promises never to run Python code from a model's folder. A tokenizer is loaded without the model's own code, after a
-trial in a child process with limits. A chat template is a program, so a child process renders the template and encodes
-the result. Short and long texts have separate child processes. Imports transformers only for a
-tokenizer or a conversation that needs transformers.
+Never runs Python code from a model's folder. A tokenizer is loaded without the model's own code, after a trial in a
+child process with limits. A chat template is a program, so a child process renders the template and encodes the result.
+Short and long texts have separate child processes. Imports transformers only for a tokenizer or a conversation that
+needs transformers.
 """
 
 from __future__ import annotations
@@ -116,21 +116,21 @@ class TextModel:
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, by default without special tokens.
 
-        Decodes in this process. This is safe, because `check_tokenizer` bounds the cost of decoding when the tokenizer
-        is loaded.
+        Decodes in this process, which is safe: when the tokenizer was loaded, `check_tokenizer` limited the cost of
+        decoding.
         """
         try:  # no context manager, which would double the time of this frequent call
             return self._decode(list(token_ids), skip_special_tokens)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic of the Rust library is not an Exception
-            raise self._explanation("the tokenizer does not decode the tokens", error) from None
+            raise self._explanation("the tokenizer cannot decode the tokens", error) from None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Return whether a token never adds text: an unknown token, or a special token while special tokens are
         skipped.
         """
-        with self._explained("the tokenizer does not decode the tokens"):
+        with self._explained("the tokenizer cannot decode the tokens"):
             is_skipped = skip_special_tokens and token_id in self._special
             return is_skipped or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
@@ -138,7 +138,7 @@ class TextModel:
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
     ) -> str:
         """Return the text of many token ids. Decodes in the process for long texts, to keep other work unblocked."""
-        with self._explained("the tokenizer does not decode the tokens"):
+        with self._explained("the tokenizer cannot decode the tokens"):
             return self._children[True].decode(token_ids, skip_special_tokens, is_abandoned)
 
     def close(self) -> None:
@@ -165,12 +165,16 @@ class TextModel:
 
 
 def prepare_for_conversations() -> None:
-    """Import what renders chat templates, so that no child process has to do it. The import takes a second."""
+    """Import the modules that render chat templates, so that the child processes need not import them. The import takes
+    a second.
+    """
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def _load(folder: Path) -> Any:
-    """Return the tokenizer of a model folder. Raise any exception if it cannot be loaded or may not be used."""
+    """Return the tokenizer of a model folder. Raise an exception of any type if the tokenizer cannot be loaded or may
+    not be used.
+    """
     from .plain_tokenizer import is_plain, load_plain
 
     tokenizer = load_plain(folder) if is_plain(folder) else None

@@ -1,6 +1,6 @@
 """A child process that runs a model's tokenizer and renders its chat template, with limits on time and memory.
 
-Owns the child process. Promises that a call returns or raises within the limits, even if a malicious chat template
+Owns the child process. Guarantees that a call returns or raises within the limits, even if a malicious chat template
 controls the child. Replies are bytes of bounded length, and this process never executes anything from a reply. A child
 stays in use after it refuses a text. A child that died, hung, was abandoned or used up its limits is replaced on the
 next call.
@@ -45,12 +45,12 @@ IsAbandoned: TypeAlias = Callable[[], bool]
 class ChildError(Exception):
     """The child returned no result.
 
-    The text of the error names the cause. The text is empty if the child was killed, hung or was abandoned.
+    The text of the error names the cause. The error text is empty if the child was killed, hung or was abandoned.
     """
 
 
 class EncodingError(ChildError):
-    """The tokenizer failed, not the chat template."""
+    """Raised when the tokenizer, not the chat template, has failed."""
 
 
 class _Unencodable(Exception):

@@ -1,8 +1,8 @@
 """The listening socket. Accepts a bounded number of connections at a time, even if file descriptors run out.
 
-Owns: the registration of the listener with the event loop, and a spare file descriptor. Promises that any number of
-pending connections cannot starve the event loop. If no descriptor is free, the acceptor closes an old connection to
-make room for a new connection.
+Owns: the registration of the listener with the event loop, and a spare file descriptor. Guarantees that pending
+connections never starve the event loop, however many arrive. If no descriptor is free, the acceptor closes an old
+connection to make room for a new connection.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Acceptor:
     def _make_room(self, error: OSError) -> None:
         """Close an old connection. If no old connection may be closed, close the pending connection.
 
-        The event loop calls `_accept` again after this method.
+        If a connection is still pending afterwards, the event loop calls `_accept` again.
         """
         if self._connections.is_freeing:
             return

@@ -1,8 +1,8 @@
 """Answers as JSON: estimate the size of an answer before the request is accepted, and write answers in steps.
 
-Long lists in an answer are `Rows`, which produce their elements during writing. Promises: one step writes about
-`STEP_ENTRIES` entries. The event loop runs other work after about every `TURN_CHARS` characters of a long answer. At
-any time, only a part of a long answer is in memory as JSON.
+Long lists in an answer are `Rows`, which produce their elements only when they are written. Guarantees: one step writes
+about `STEP_ENTRIES` list entries. The event loop runs other work after about every `TURN_CHARS` characters of a long
+answer. At any time, only a part of a long answer is in memory as JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CHOICE_BYTES = 512
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes. Tokens with long texts need
-    more bytes.
+    """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes than estimated, and tokens
+    with long texts need more.
 
-    `new`: bytes per generated token. `prompt`: bytes per prompt token, counted once for each choice.
+    `new`: bytes per generated token. `prompt`: bytes per prompt token; each choice counts the prompt tokens again.
     """
 
     new: int
@@ -71,7 +71,7 @@ def check_answer(
 
 
 class Rows:
-    """A list that produces its elements during writing. A list can be written only once.
+    """A list that produces its elements only when it is written. A `Rows` can be written only once.
 
     `width`: number of entries per element, or None if each element is an object that contains Rows.
     """
@@ -81,7 +81,7 @@ class Rows:
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
-    """Return `count` elements as `Rows`, or as a list if `count` is small, because a list is written faster."""
+    """Return `count` elements as `Rows`. If `count` is small, return a plain list, which is faster to write."""
     return list(elements) if count * width <= STEP_ENTRIES else Rows(elements, width)
 
 
@@ -111,7 +111,7 @@ async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, 
 
 
 def _steps(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value, one step at a time."""
+    """Yield the JSON of a value in short texts, one text per step."""
     if isinstance(value, dict):
         yield "{"
         for i, (name, member) in enumerate(value.items()):
@@ -139,7 +139,7 @@ def _steps(value: Any) -> Iterator[str]:
 
 
 def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
-    """Yield the elements as lists, one list per step."""
+    """Yield the elements in short lists, one list per step."""
     elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
     while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
         yield step

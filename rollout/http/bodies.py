@@ -1,8 +1,8 @@
 """Request bodies, from the first received byte until the body is parsed.
 
-Owns: all bytes of bodies that are incomplete or not parsed yet. Promises: the length and the transfer time of each body
-are bounded. All unparsed bodies together stay within a budget. A small body is read even while large slow bodies use up
-the budget.
+Owns: all bytes of bodies that are incomplete or not parsed yet. Guarantees: the length and the transfer time of each
+body are bounded. All unparsed bodies together stay within a budget. A small body is read even while large slow bodies
+use up the budget.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request, and store the body for `taken_body`.
+        """Read the whole body of a request, and store the body until `taken_body` takes it.
 
-        `may_be_long`: the limit is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with status 413 for a
-        body that is too long, 408 for a body that does not arrive in time, and 503 for an evicted body. Raise Gone if
-        the client disconnects.
+        `may_be_long`: whether the maximum length is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with
+        status 413 for a body that is too long, 408 for a body that does not arrive in time, and 503 for an evicted
+        body. Raise Gone if the client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
@@ -113,8 +113,8 @@ class _Body:
     """A body that was not parsed yet.
 
     `content`: the bytes received so far. `num_bytes`: bytes of the budget that the body uses. `limit`: timeout for
-    reading the body. `gives_way`: True once the body was evicted. `let_go`: called with the number of bytes that the
-    body returns to the budget.
+    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes of the budget
+    that the body releases.
     """
 
     limit: asyncio.Timeout
@@ -126,12 +126,14 @@ class _Body:
         self.gives_way = False
 
     def let_go(self) -> None:
-        """Return the bytes of this body to the budget."""
+        """Release the part of the budget that this body uses."""
         self._let_go(self.num_bytes)
         self.num_bytes = 0
 
     def cost(self, now: float) -> float:
-        """Return the cost of this body in byte-seconds: received bytes times the time since the start of the body."""
+        """Return the cost of this body in byte-seconds: the received bytes times the time since the body began to
+        arrive.
+        """
         return len(self.content) * (now - self._began + 0.001)
 
     def give_way(self) -> None:
@@ -145,10 +147,10 @@ class _Body:
 
 @contextmanager
 def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
-    """Context manager that provides a request's body, which `Bodies.read` has read before.
+    """Context manager that provides a request's body after `Bodies.read` has read the body.
 
     The body uses the budget until the context exits. A body can be taken only once, so that the memory of the body is
-    freed at the end of the context.
+    freed when the context exits.
     """
     body: _Body = scope.pop(_BODY)
     try:
@@ -158,7 +160,7 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
 
 
 def drop_body(scope: MutableMapping[str, Any]) -> None:
-    """Return the bytes of a request's body to the budget if no handler has taken the body."""
+    """Release the part of the budget that a request's body uses, if no handler has taken the body."""
     if _BODY in scope:
         with taken_body(scope):
             pass

@@ -53,7 +53,7 @@ class Framing:
         self._num_chunks = 0
 
     def add(self, data: h11.Data) -> None:
-        """Add a received part of the body. Raise HttpError if there are too many chunks or too much overhead."""
+        """Count a received part of the body. Raise HttpError if there are too many chunks or too much overhead."""
         self._num_content += len(data.data)
         self._num_chunks += data.chunk_start
         if self._num_chunks > self._config.max_body_chunks:

@@ -47,8 +47,8 @@ class ConversationFields(Fields):
 class ChatFields(TextFields, ConversationFields):
     """Fields of a chat completion.
 
-    `logprobs`: return the log-prob of each token. `top_logprobs`: also return this number of most probable tokens per
-    position.
+    `logprobs`: return the log-prob of each token. `top_logprobs`: number of most probable tokens to return per
+    position, in addition to the generated token.
     """
 
     logprobs: bool = False
@@ -112,7 +112,7 @@ class ChatForm:
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content of a piece, and the tool calls that the piece completes."""
+        """Return the text content of a `Piece`, and the tool calls that the piece completes."""
         if not self.finds_tools:
             return piece.text, []
         text = self._texts.setdefault(piece.index, ToolText())

@@ -1,9 +1,9 @@
 """Authentication over HTTP: API keys, and the user and the role of each key.
 
 Without a key, or with one key for all clients, every client may call every path, and all clients count as one user.
-With a clients file, each key belongs to a user and a role. Owns: digests of the keys, but not the keys; and the salts
-that separate the cached prefixes of different users. Promises that the duration of a key comparison reveals nothing
-about the keys.
+With a clients file, each key belongs to a user and a role. Owns: digests of the keys (but not the keys themselves), and
+the salts that separate the cached prefixes of different users. Guarantees that the duration of a key comparison reveals
+nothing about the keys.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _is_api_key(key: bytes) -> bool:
 
 
 def note_client(scope: MutableMapping[str, Any], client: Client) -> None:
-    """Store the client that sent a request in the request's scope, for `client_of`."""
+    """Add the client to the scope of its request, so that `client_of` can return the client."""
     scope[_CLIENT] = client
 
 

@@ -32,8 +32,8 @@ _FAIL_FAST = Field(fail_fast=True)
 class CompletionFields(TextFields):
     """Fields of a completion.
 
-    `logprobs`: return the log-prob of each token, and this number of most probable tokens per position. `echo`: also
-    return the prompt.
+    `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
+    `echo`: also return the prompt.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
@@ -163,7 +163,7 @@ async def _prefixes(
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
     A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
-    tokens. The first token has no log-prob.
+    tokens. The first token of a prompt has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

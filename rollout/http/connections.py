@@ -4,7 +4,7 @@ request.
 Owns: every open connection, its timers, and its limits. Promises that:
 - no stage of a connection lasts forever: timeouts close a connection if no complete head arrives, if no request follows
   an answer, or if the client does not read;
-- at the limit on connections, a new connection is accepted if the server can close an old connection without a complete
+- at the connection limit, the server accepts a new connection if it can close an old connection that has no complete
   request;
 - `/health` is answered even when all connections are busy;
 - a refused request is answered before its connection closes, and the unread part of its body is dropped without
@@ -148,11 +148,11 @@ class Connections:
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close the oldest connection in the first stage of `GIVES_WAY` that has connections. Return whether a
-        connection was closed.
+        """Close an old connection: the oldest connection in the first stage of `GIVES_WAY` that is not empty. Return
+        whether a connection was closed.
 
-        `is_extra`: the connections to consider. True: connections in the reserve for `/health`. False: all other
-        connections. None: all connections.
+        `is_extra`: which connections to consider. If True, consider only connections in the reserve for `/health`; if
+        False, only the other connections; if None, all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:
@@ -216,7 +216,9 @@ class Connections:
 
 
 class _Turns:
-    """A first-in, first-out queue of callbacks. The event loop runs other work after every `TURN_SECONDS`."""
+    """A first-in, first-out queue of callbacks. After every `TURN_SECONDS` of callbacks, the event loop runs other
+    work.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -318,13 +320,13 @@ class Connection(asyncio.BufferedProtocol):
     # Called by `Connections`
 
     def give_way(self) -> None:
-        """Close to make room for another connection."""
+        """Close this connection to make room for another connection."""
         if self._stage == "body":
             return self.refuse(_busy("this request was the oldest with an incomplete body"), "room")
         self.cut("room")
 
     def cut(self, reason: str) -> None:
-        """Close immediately and discard unsent data."""
+        """Close this connection immediately and discard unsent data."""
         if self._stage is None:
             return
         self._connections.closed[reason] += 1
@@ -363,7 +365,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def finish(self) -> None:
-        """Continue with the next request, or close. Called when the response is complete."""
+        """Read the next request, or close the connection. Called when the response to a request is complete."""
         self._exchange = None
         if self._stage in (None, "closing"):
             return
@@ -499,8 +501,8 @@ class Connection(asyncio.BufferedProtocol):
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 
     def _let_close_reset(self) -> None:
-        """Make `close` reset the connection, so that the client notices the cut answer and the kernel drops unsent
-        data.
+        """Make `close` reset the connection, so that the client notices the truncated response and the kernel drops
+        unsent data.
         """
         assert self._transport is not None
         at_once = struct.pack("ii", 1, 0)
@@ -563,7 +565,7 @@ def _busy(why: str) -> HttpError:
 
 
 def _no_room() -> bytes:
-    """Return the answer for a connection that is closed before its request is read."""
+    """Return the error response for a connection that is closed before its request is read."""
     http = h11.Connection(h11.SERVER)
     return b"".join(http.send(event) or b"" for event in refusal(_busy("including the reserve for /health"), False))
 

@@ -1,7 +1,7 @@
 """The cost of parsing a body, computed before the body is parsed.
 
-Parsing a JSON body and checking the fields block the event loop. The parsing time depends mainly on the number of
-elements, not on the length of the elements. Promises that computing the cost runs in short steps.
+The event loop is blocked while a JSON body is parsed and its fields are checked. The parsing time depends mainly on the
+number of elements, not on the length of the elements. Guarantees that the cost is computed in short steps.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The part of a connection that an exchange uses.
+    """The interface that an exchange needs from its connection.
 
     `client`, `server`: addresses of the client and of this server. `writable`: set while the write buffer is empty.
     """
@@ -91,7 +91,9 @@ class Exchange:
         self._changed = asyncio.Event()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run the application until it returns. Then finish the request on the connection."""
+        """Run the application until it returns. After the application has returned, finish the request on the
+        connection.
+        """
         try:
             await app(self._scope, self._receive, self._send)
         except asyncio.CancelledError:
@@ -182,7 +184,7 @@ def _scope(connection: Line, request: h11.Request) -> Scope:
 def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
     """Return the events of an error response that closes the connection.
 
-    `is_head`: whether the request is a HEAD request, so that the response has no content.
+    `is_head`: whether the request is a HEAD request, in which case the response has no content.
     """
     content = encoded(error_body(error))
     headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}

@@ -95,7 +95,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, values: Any) -> Any:
-        """Keep only the first unknown field, because a request may have very many unknown fields."""
+        """Report only the first unknown field, because a request may have very many unknown fields."""
         if not isinstance(values, dict) or cls.model_config.get("extra") == "allow":
             return values
         unknown = next((name for name in values if name not in cls.model_fields), None)
@@ -105,7 +105,7 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """Options of a stream.
 
-    `include_usage`: end the stream with an event that contains the token counts. All other options must be off.
+    `include_usage`: end the stream with an event that contains the token counts. All other stream options must be off.
     """
 
     include_usage: bool = False
@@ -114,7 +114,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """Fields of all requests for tokens, in addition to `SAMPLING` and `seed`."""
+    """Fields of all requests that generate tokens, in addition to `SAMPLING` and `seed`."""
 
     model: str | None = None
     stream: bool = False

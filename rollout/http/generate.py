@@ -28,7 +28,7 @@ class GenerateFields(GenerationFields):
 class SamplingFields(Fields):
     """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
-    `logprobs`: return the log-prob of each token, and this number of most probable tokens per position.
+    `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
     `skip_special_tokens`: has no effect, because the answer contains no text.
     """
 

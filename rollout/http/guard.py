@@ -39,8 +39,8 @@ class Counters:
     """Metrics of requests.
 
     `requests`: number of requests by path and status. Unknown paths are counted under the path `other`, and
-    disconnected clients under the status 499. `open`: number of requests for tokens or text in flight. `over_limit`:
-    number of requests refused because of a limit, by the setting that defines the limit.
+    disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize or
+    detokenize. `over_limit`: number of requests refused because of a limit, by the setting that defines the limit.
     """
 
     def __init__(self) -> None:

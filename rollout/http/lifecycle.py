@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 class UpdateFields(Fields):
     """Fields of `/update_weights`.
 
-    `weight_dir`: folder with the weights. `weight_version`: version of the weights; None means the version after the
-    served version.
+    `weight_dir`: folder with the weights. `weight_version`: version of the weights; None means the served version plus
+    1.
     """
 
     weight_dir: str
@@ -55,7 +55,7 @@ class UpdateFields(Fields):
 
 
 def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
-    """Decorator for handlers that change the worker's state, which makes earlier health reports stale."""
+    """Decorator for handlers that change the worker's state: discards earlier health reports, which are now stale."""
 
     @wraps(handle)
     async def handle_and_note(self: Lifecycle, request: Request) -> Response:
@@ -89,7 +89,7 @@ class Lifecycle:
     async def health(self, request: Request) -> Response:
         """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
 
-        If the worker is slow to answer, return its last report instead, provided that the report is recent.
+        If the worker is slow to answer and its last health report is recent, return the last report instead.
         """
         _queries(request, {})
         health, age = await self._health_or_report()
@@ -174,10 +174,10 @@ class Lifecycle:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
-        """Return the worker's health and its age in seconds.
+        """Return a health report of the worker and the age of the report in seconds.
 
-        If the worker answers in time, the age is 0. If the worker is slow, return the last report and its age, provided
-        that the report is recent.
+        If the worker answers in time, the age is 0. If the worker is slow and the last report is recent, return the
+        last report and the age of that report.
         """
         if (report := self.watch.report()) is not None:
             try:
@@ -207,7 +207,7 @@ def _next_version(served: int) -> int:
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """Push the weights in a folder to the worker.
 
-    Call this on a separate thread, because the publisher blocks and imports torch.
+    Call this function on a separate thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher, connect_to
 
@@ -229,7 +229,9 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
 
 def _is_push(folder: Path) -> bool:
-    """Return whether the folder was written by a push through `disk`. Raise PushError if the folder cannot be read."""
+    """Return whether a push through the transport `disk` wrote the folder. Raise PushError if the folder cannot be
+    read.
+    """
     from ...weight_sync.transports.disk import read_manifest
 
     with _one_text(folder):
@@ -256,8 +258,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _one_text(folder: Path) -> Iterator[None]:
     """Context manager that turns any error about reading a folder into a PushError.
 
-    The text of the PushError does not depend on the cause, so that clients cannot discover existing files. The cause is
-    logged.
+    The text of the PushError does not depend on the cause, so that clients cannot find out which files exist. The cause
+    is logged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Log-probs of tokens in the formats of the endpoints. The JSON numbers parse to the same float32 values."""
+"""Log-probs of tokens in the formats of the endpoints. Parsing the JSON numbers restores the exact float32 values."""
 
 from __future__ import annotations
 

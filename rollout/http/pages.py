@@ -81,7 +81,7 @@ class Pages:
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
     async def home(self, request: Request) -> Response:
-        """Redirect to the page. The target has no host name, because `Host` may contain any name."""
+        """Redirect to the page. The redirect has no host name, because the header `Host` may contain any name."""
         return RedirectResponse("/ui", headers=HEADERS)
 
     async def live(self, request: Request) -> Response:
@@ -101,7 +101,7 @@ class Pages:
         return _data(told)
 
     async def group(self, request: Request) -> Response:
-        """Return all data of the group `group` except tokens."""
+        """Return all data of the group `group` except its tokens."""
         group = self._group(request, _whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
@@ -214,7 +214,7 @@ def _further(params: SamplingParams) -> dict[str, Any]:
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Return all data of a sample except tokens.
+    """Return all data of a sample except its tokens.
 
     Seeds are strings, because JavaScript numbers lose bits of 64-bit integers.
     """

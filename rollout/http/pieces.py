@@ -31,9 +31,9 @@ class Piece:
     """A part of a choice: all tokens of the choice, or the tokens since the previous piece.
 
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
-    the first token of the piece in the sample. `text`: new text, which may not include the latest tokens yet.
-    `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: the
-    finished sample in the last piece of a choice; None in earlier pieces.
+    the first token of the piece in the sample. `text`: the new text; the text of the latest tokens may follow in a
+    later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None.
+    `ended`: the finished sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int
@@ -56,7 +56,7 @@ class Piece:
 class Usage:
     """Token counts of an answer.
 
-    `prompt_tokens`: number of prompt tokens. Each prompt is counted once, not once per sample.
+    `prompt_tokens`: number of prompt tokens. The tokens of a prompt are counted once, not once per sample.
     """
 
     prompt_tokens: int
@@ -69,7 +69,7 @@ class Usage:
         self.cached_tokens[position] = max(sample.num_cached_tokens, self.cached_tokens.get(position, 0))
 
     def told(self) -> dict[str, Any]:
-        """Return the counts in OpenAI's format."""
+        """Return the token counts in the format of OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -82,7 +82,7 @@ class Form(Protocol):
     """The answer format of an endpoint."""
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        """Return the whole answer. Each piece is a whole choice."""
+        """Return the whole answer. Each of `pieces` is a complete choice."""
         ...
 
     def event(self, piece: Piece) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Asker:
         self._turns, self._user = turns, user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
-        """Return the complete answer to a task. The task must not be a stream."""
+        """Return the complete answer to a task. The task must not ask for a stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
         for prompt, group in zip(task.prompts, groups, strict=True):
             self._keep(task, prompt, group.samples)
@@ -274,7 +274,7 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """Return the fields that describe the end of a choice.
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
-    `weight_versions`: version, start and end of each span of tokens. The field is missing until the choice has ended.
+    `weight_versions`: the weight version, start and end of each span of tokens; missing until the choice has ended.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
@@ -287,5 +287,5 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
-    """Return `[version, start, end]` for each span of tokens."""
+    """Return `[version, start, end]` for each span of tokens that were generated with one weight version."""
     return [[span.version, span.start, span.end] for span in spans]

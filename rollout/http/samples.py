@@ -1,6 +1,6 @@
 """The latest groups of samples that this front end returned, for the page at `/ui`.
 
-Owns: the tokens and log-probs of the kept groups, as arrays. Promises that at most `MOST_GROUPS` groups and
+Owns: the tokens and log-probs of the kept groups, as arrays. Guarantees that at most `MOST_GROUPS` groups and
 `MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are evicted first.
 """
 

@@ -1,9 +1,9 @@
 """`trueroll http`: the process of the front end for a worker or a fleet.
 
-Owns: the listening socket, and the client of the worker or the fleet. Promises: the front end listens before it reports
-readiness. At a shutdown, open requests get `drain_seconds` to finish. Requests that are still open after this time are
-cut. The front end outlives the worker, and serves a new worker at the same address. If the front end is killed, the
-worker ends the requests of the front end.
+Owns: the listening socket, and the client of the worker or the fleet. Guarantees: the front end listens before it
+reports readiness. At a shutdown, open requests get `drain_seconds` to finish. Requests that are still open after
+`drain_seconds` are cut. The front end outlives the worker, and serves a new worker at the same address. If the front
+end is killed, the worker ends the requests of the front end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's `mallopt`."""
 LARGE_BLOCK = 2**18
-"""Minimum size, in bytes, of the memory blocks that glibc maps one by one."""
+"""Minimum size, in bytes, of the memory blocks that glibc allocates with `mmap`."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
 """Timeout in seconds. If requests are pending and the worker sends nothing for this time, the worker is considered
@@ -76,10 +76,11 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
 
 def _map_large_blocks() -> None:
-    """Make glibc map large blocks one by one, so that freed memory of large request bodies returns to the system.
+    """Make glibc allocate each large block with a separate `mmap`, so that the system gets back the memory of large
+    request bodies.
 
-    By default, glibc raises the minimum size for mapping whenever a mapped block is freed. Freed request bodies would
-    then leave hundreds of megabytes allocated.
+    By default, glibc raises the minimum block size for `mmap` whenever such a block is freed. The process would then
+    keep hundreds of megabytes after the request bodies are freed.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
@@ -92,7 +93,7 @@ async def run(
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> bool:
-    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether it was SIGINT.
+    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether the signal was SIGINT.
 
     Parameters and errors: see `serve`.
     """

@@ -1,6 +1,6 @@
 """Tokenizing and detokenizing in the front end. Child processes tokenize texts. Samples are decoded while they grow.
 
-Promises that short texts never wait behind long texts. Work for a client that has disconnected is dropped or stopped.
+Guarantees that short texts never wait behind long texts. Work for a client that has disconnected is dropped or stopped.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ class Texts:
 
 
 class GrowingText:
-    """The text of one sample while the sample grows. The text ends before the stop token or stop string of the sample.
+    """The text of one sample, decoded while tokens arrive. The text ends before the stop token or stop string of the
+    sample.
 
-    The concatenation of the returned parts is the text of all tokens, as far as `Detokenizer` guarantees this. Text
+    Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
     that may begin a stop string or an incomplete character is withheld. The text of a token in `stop_token_ids` is also
     withheld.
     """
@@ -161,9 +162,8 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return the whole text, as a continuation of the returned parts.
-
-        Used if decoding the whole sample contradicts the returned parts.
+        """Return the whole text, beginning with the parts that were already returned. Called if the text of the
+        finished sample does not begin with these parts.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
@@ -171,7 +171,7 @@ class GrowingText:
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Return the text before the stop string. The last token completes the stop string."""
+        """Return the text before the stop string, which the last token completes."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]

@@ -1,7 +1,7 @@
 """Poll the worker once a second, for the page at `/ui` and for `/health` requests while the worker is slow.
 
 Owns: the snapshots of the last hour (`looks`), and the last health report. A look is a snapshot of the worker's state
-and counters. Promises: polling never stops because of an error. While the worker does not answer, the looks have the
+and counters. Guarantees: polling never stops because of an error. While the worker does not answer, snapshots have the
 state `unreachable`. `report` never returns a report that is older than `REPORT_SECONDS`, or older than the front end's
 last change of the worker's state.
 """
@@ -39,7 +39,7 @@ None if the worker does not report the value.
 
 
 class Watch:
-    """Polls the worker of `client` while `run` runs."""
+    """Polls the worker of `client` until `run` is cancelled."""
 
     def __init__(self, client: AsyncRolloutClient) -> None:
         self._client = client
@@ -54,7 +54,7 @@ class Watch:
             await asyncio.sleep(LOOK_SECONDS)
 
     def since(self, seconds: float) -> dict[str, list[Any]]:
-        """Return the looks after the time `seconds`, in seconds since 1970, as one list of values per column."""
+        """Return the snapshots after time `seconds` (in seconds since 1970), as one list of values per column."""
         looks = [look for look in self._looks if look[0] > seconds]
         return {name: [look[i] for look in looks] for i, name in enumerate(COLUMNS)}
 

@@ -1,6 +1,6 @@
 """JSON in and out: request bodies, answers, and answers streamed as server-sent events.
 
-Promises: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
+Guarantees: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
 cancelled as soon as the client disconnects.
 """
 
@@ -85,7 +85,7 @@ class LongJson:
 
 
 def _result(steps: Steps) -> dict[str, Any]:
-    """Run all steps, and return the result."""
+    """Run all steps of a parser without a pause, and return the result."""
     try:
         while True:
             next(steps)
@@ -189,7 +189,7 @@ def error_answer(error: HttpError) -> Response:
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone.
 
-    Call this only after the request's body has been read.
+    Call this function only after the request's body has been read.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:

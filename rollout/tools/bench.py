@@ -1,8 +1,8 @@
 """`trueroll bench`: measure the engine's speed in this process, and the speed of transformers' `generate`.
 
-Owns the workloads. Each figure is the median of RUNS runs after a warm-up run. The systems run in turn, so that all of
-them notice when the machine becomes slower, and the table also shows the slowest and the fastest run. Promises that
-both systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature.
+Owns the workloads. Each figure is the median of RUNS runs after a warm-up run. The systems take turns, so that a change
+in the machine's speed affects all systems. The table also shows the slowest and the fastest run. Guarantees that all
+systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Workload:
     """A workload of random prompts.
 
     - `num_prompts`: number of prompts
-    - `shared`, `own`: number of first tokens that all prompts share, and number of further tokens of each prompt
+    - `shared`, `own`: length of the prefix that all prompts share, and number of tokens of each prompt after this
+      prefix
     - `n`: samples per prompt
     - `max_tokens`: new tokens per sample
     """
@@ -87,7 +88,7 @@ class Measurement:
     """The measurement of one system (`cache on`, `cache off` or `hf`) on one workload.
 
     - `seconds`, `tokens_per_second`, `requests_per_second`, `first_token_seconds`: the medians of all runs
-    - `all_seconds`, `all_tokens_per_second`: of each run, in order
+    - `all_seconds`, `all_tokens_per_second`: the values of each run, in order
     - `hit_rate`: None if the system has no cache
     """
 
@@ -117,9 +118,10 @@ System: TypeAlias = Callable[[Workload], Timing]
 def measure(
     workload: Workload, systems: Mapping[str, System], say: Callable[[str], Any] = lambda doing: None
 ) -> list[Measurement]:
-    """Measure all systems on a workload, in turn. `say` is called with the name of each run before it begins.
+    """Measure all systems on a workload; the systems take turns. `say` is called with the name of each run before the
+    run.
 
-    The first run of each system is not measured. It is slower, because it allocates memory.
+    The first run of each system is not measured, because the first run is slower: it allocates memory.
     """
     for name, run in systems.items():
         say(f"{workload.name}: {name}, warm-up")
@@ -133,7 +135,9 @@ def measure(
 
 
 def _summarize(workload: Workload, system: str, runs: Sequence[tuple[Timing, Timing]]) -> Measurement:
-    """Return the medians of runs: pairs of a run and a run with one new token per sample."""
+    """Return the medians of `runs`. Each element of `runs` is a pair: a run of the workload, and a run that generates
+    only one token per sample.
+    """
     all_seconds = tuple(timing.seconds for timing, _ in runs)
     seconds, num_tokens = median(all_seconds), workload.num_samples * workload.max_tokens
     return Measurement(
@@ -220,10 +224,11 @@ class Plan:
     """The measurements to make, and the output files.
 
     - `workloads`: workloads to run
-    - `caches`: one engine for each entry, with its prefix cache on (True) or off
+    - `caches`: for each entry, measure an engine with its prefix cache on (True) or off (False)
     - `with_hf`: also measure transformers
     - `json_file`, `plot_file`: output files
-    - `dummy_weights`: the model name is a configuration, and the weights are random; excludes `with_hf`
+    - `dummy_weights`: the model name is the name of a configuration, and the weights are random; not possible together
+      with `with_hf`
     """
 
     workloads: Sequence[Workload]
@@ -237,7 +242,8 @@ class Plan:
 def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measurement]:
     """Measure every workload with every system, print a table, and write the files of `plan`.
 
-    Raise ConfigError or ModelError if the model cannot be loaded. Raise ConfigError for a plot without matplotlib.
+    Raise ConfigError or ModelError if the model cannot be loaded. Raise ConfigError if a plot is requested but
+    matplotlib is not installed.
     """
     if plan.plot_file is not None:
         check_can_plot()
@@ -279,7 +285,9 @@ def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> 
 
 
 def _machine(device: torch.device) -> str:
-    """Return the name of the GPU, or of the processor and the number of its cores that this process may use."""
+    """Return the name of the GPU. On a CPU, return the name of the processor and the number of cores that this process
+    may use.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -288,7 +296,7 @@ def _machine(device: torch.device) -> str:
 
 
 def make_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """Return a table with a row for each measurement, and ratios to `hf` if it was measured."""
+    """Return a table with a row for each measurement. If `hf` was measured, the table also has ratios to `hf`."""
     hf = {m.workload: m for m in measurements if m.system == "hf"}
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for header in ("workload", "system"):

@@ -91,7 +91,7 @@ def _check_model(name: str | None) -> str | None:
 
 
 def _check_target(target: str) -> str:
-    """Return a model or the address of a worker. Raise ModelError or ConfigError if it cannot be either."""
+    """Return `target`. Raise ModelError or ConfigError if `target` is neither a model nor the address of a worker."""
     if "://" in target and not target.startswith(HUB) or address_hint(target):
         return check_worker(target)
     check_model(target)
@@ -134,7 +134,7 @@ class WorkloadName(StrEnum):
 @app.command(cls=GroupedCommand, epilog=SERVE_EXAMPLES)
 @with_settings((EngineConfig, options.ENGINE), (WorkerConfig, options.WORKER))
 def serve(model: Model, **settings: Any) -> None:
-    """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
+    """Run a worker until SIGTERM or Ctrl-C. Prints one line when the worker is ready; logs go to stderr."""
     worker_config = WorkerConfig(**{name: settings[name] for name in names_of(options.WORKER)})
     engine_config = EngineConfig(model=model, **{name: settings[name] for name in names_of(options.ENGINE)})
     tell(f"starting a worker for {model} ...")
@@ -155,7 +155,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _summary(address: str, info: dict[str, Any]) -> str:
-    """Return what a user wants to know about a new worker: where and what it is, its size, and the next command."""
+    """Return a summary of a new worker for the user: address, model, memory, capacity, and the next command to try."""
     sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
     tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
     command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
@@ -171,8 +171,8 @@ def _summary(address: str, info: dict[str, Any]) -> str:
 
 
 def _say(line: str) -> None:
-    """Print a line to stdout and flush it, for programs that wait for it. Names in it come from outside, so escape
-    them.
+    """Print a line to stdout and flush stdout, because programs may wait for the line. Unprintable characters are
+    escaped, because names in the line are untrusted.
     """
     print(printable(line), flush=True)
 
@@ -236,7 +236,7 @@ def http(
     client_key_file: ClientKeyFile = None,
     **settings: Any,
 ) -> None:
-    """Serve a worker over HTTP with the endpoints of OpenAI and vLLM servers. Prints one line when it is ready.
+    """Serve a worker over HTTP with the endpoints of OpenAI and vLLM servers. Prints one line when the server is ready.
 
     Requires pip install 'trueroll[http]'.
     """
@@ -259,7 +259,7 @@ def http(
 def fleet(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/fleet.md has an example.")],
 ) -> None:
-    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when they are ready; logs go to
+    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when the workers are ready; logs go to
     stderr.
 
     Requires pip install 'trueroll[ray]'.
@@ -319,7 +319,8 @@ def audit(
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Compare a worker's log-probs with an aligned trainer of MODEL on this machine, and explain differences.
+    """Compare a worker's log-probs with the log-probs of an aligned trainer of MODEL on this machine, and explain
+    differences.
 
     Exits with 1 if any bit differs.
     """
@@ -368,7 +369,7 @@ def verify(
 ) -> None:
     """Run the exactness matrix: the same requests under many circumstances, compared bit by bit.
 
-    Exits with 1 if any bit differs, or if a cell's circumstances did not occur.
+    Exits with 1 if any bit differs, or if intended circumstances, such as a preemption, did not occur.
     """
     config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend)
     tell(f"loading {model} ...")
@@ -478,11 +479,11 @@ def plan(
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
-    """Return the name of the model or of the configuration. Raise BadParameter unless exactly one is given."""
+    """Return the name of the model or the configuration. Raise BadParameter unless exactly one of the two is given."""
     if model is not None and dummy_weights is not None:
         raise typer.BadParameter(f"MODEL {model} and --dummy-weights {dummy_weights} exclude each other; give only one")
     if dummy_weights is not None and compare is not None:
-        raise typer.BadParameter("--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare")
+        raise typer.BadParameter("--compare hf needs a MODEL; give MODEL instead of --dummy-weights, or omit --compare")
     if dummy_weights is not None:
         find_config(dummy_weights)
     if name := model or dummy_weights:

@@ -1,5 +1,5 @@
-"""The first contact of a command with a worker: a wrong address is an error at once, and a wait says how long it may
-take. Owns nothing. Imports neither torch nor zmq.
+"""A command's first contact with a worker: fail immediately if the address is wrong, and print the longest time that
+the command may wait. Owns nothing. Imports neither torch nor zmq.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from ..config import address_hint, check_address, check_socket
 from .progress import tell
 
 WORKER_SECONDS = 30.0
-"""A worker counts as lost if it owes an answer and sends nothing for this time."""
+"""Timeout in seconds. If requests are pending and the worker sends nothing for this time, the worker is considered
+lost.
+"""
 CONNECT_SECONDS = 5.0
-"""Time for a machine to accept a connection."""
+"""Maximum time, in seconds, to open a connection."""
 
 
 def check_worker(address: str) -> str:
-    """Return the address of a worker or a fleet. Raise ConfigError if it cannot be one."""
+    """Return `address`. Raise ConfigError if `address` cannot be the address of a worker or a fleet."""
     if not is_fleet(address) or address_hint(address):
         check_address(address, has_keys=True)  # whether keys are needed is checked with the keys
     return address
 
 
 def patience(timeout: float) -> float:
-    """Return the seconds after which a client with this timeout gives up: it counts five quarters of the timeout."""
+    """Return the time, in seconds, after which a client with the timeout `timeout` gives up: 1.25 times the timeout."""
     return timeout * 5 / 4
 
 
 def contact(address: str, timeout: float) -> None:
-    """Say how long a client with this timeout waits for a worker, and raise ConfigError if no process listens."""
+    """Print how long a client with the timeout `timeout` waits for a worker. Raise ConfigError if no process listens at
+    `address`.
+    """
     check_socket(address)
     tell(f"connecting to {address}, for up to {patience(timeout):.0f} s ...")
     if is_fleet(address):
@@ -41,8 +45,8 @@ def contact(address: str, timeout: float) -> None:
         (_connect_tcp if transport == "tcp" else _connect_ipc)(place)
     except OSError as error:
         raise ConfigError(
-            f"address: no worker listens at {address} ({error.strerror or error}); start one with `trueroll serve "
-            "MODEL`, which prints its address"
+            f"address: no worker listens at {address} ({error.strerror or error}); start a worker with `trueroll "
+            "serve MODEL`, which prints the address"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """`trueroll demo`: a real model behind a real worker process.
 
-It shows samples, and a trainer's log-probs of the same samples, with and without alignment. Then it shows that cache
-hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
+The demo shows samples, and a trainer's log-probs of the same samples, with and without alignment. Then the demo shows
+that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SIZES = Sizes()
 
 @dataclass(frozen=True)
 class Answers:
-    """One greedy answer to each question, and two sampled ones."""
+    """One greedy answer and two sampled answers to each question."""
 
     greedy: list[SampleOutput]
     sampled: list[SampleOutput]
@@ -104,7 +104,7 @@ class Answers:
 class Repetition:
     """The answers under one circumstance.
 
-    `has_cache`: whether cached tokens must be found; if False, none may be found.
+    `has_cache`: if True, the requests must find cached tokens; if False, the requests must find no cached tokens.
     """
 
     circumstance: str
@@ -113,7 +113,9 @@ class Repetition:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of cached prompt tokens of all requests. All samples of a request have the same number."""
+        """Total number of cached prompt tokens of all requests. All samples of a request have the same
+        `num_cached_tokens`.
+        """
         return sum(sample.num_cached_tokens for sample in self.answers.samples if sample.index == 0)
 
 
@@ -125,7 +127,9 @@ class Stages:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Print a title, and the duration at the end. On a terminal, show a spinner below the title."""
+        """Context manager that prints the stage's title at the start and the stage's duration at the end. On a
+        terminal, show a spinner below the title.
+        """
         console, start = self.console, time.perf_counter()
         console.print(title, markup=False, highlight=False, soft_wrap=True)
         if console.is_interactive:
@@ -214,16 +218,18 @@ def _show_samples(console: Console, text: TextModel, groups: list[Group]) -> Non
 
 
 def _audit(client: RolloutClient, model: str, prompts: list[list[int]], sizes: Sizes) -> list[Audit]:
-    """Return the audits of an aligned trainer and of one without alignment. Both get the shown samples again."""
+    """Return the audit of an aligned trainer and the audit of a trainer without alignment. Both audits use the samples
+    that the demo has shown.
+    """
     disable_progress_bar()
     return audit_folder(model, client, prompts, sizes.params, with_plain=True)
 
 
 def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
-    """Print how far the log-probs of both trainers are from the worker's.
+    """Print by how much the log-probs of both trainers differ from the log-probs of the worker.
 
-    Return whether the aligned trainer has the worker's bits, and the other one does not, without which nothing would be
-    proved.
+    Return True if the aligned trainer has the same bits as the worker and the other trainer does not. If both trainers
+    had the same bits, the comparison would prove nothing.
     """
     names = "aligned trainer", "ordinary forward pass"
     table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)
@@ -242,7 +248,9 @@ def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
 
 
 def _draw_differences(audits: Mapping[str, Audit]) -> Table:
-    """Return a bar chart: the numbers of tokens by the size of their difference."""
+    """Return a bar chart that shows, for each range of differences, the number of tokens with a difference in this
+    range.
+    """
     chart = Table("|difference|", *audits, title="Tokens by |trainer's log-prob - worker's log-prob|")
     columns = [_draw_bars(count_by_size(np.concatenate(audit.differences))) for audit in audits.values()]
     for row in zip(BINS, *columns, strict=True):
@@ -258,7 +266,7 @@ def count_by_size(differences: np.ndarray) -> list[int]:
 
 
 def _draw_bars(counts: list[int]) -> list[str]:
-    """Return each count with a bar. Any count but 0 has a bar of at least one character."""
+    """Return each count with a bar. The bar of every count above 0 has at least one character."""
     return [f"{count:>6} {'█' * -(-BAR * count // sum(counts))}" for count in counts]
 
 
@@ -271,7 +279,7 @@ def _say_what_is_next(console: Console) -> None:
 
 
 def _repeat(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Repetition]:
-    """Return the answers with a cold cache, with a warm cache, and beside other requests."""
+    """Return the answers with a cold cache, with a warm cache, and while other requests run."""
     return [
         Repetition("cache cold", False, _answer(client, prompts, sizes, is_cold=True)),
         Repetition("cache warm", True, _answer(client, prompts, sizes)),
@@ -287,9 +295,9 @@ def _sleep_and_push(
     prompts: list[list[int]],
     sizes: Sizes,
 ) -> tuple[Answers, Answers]:
-    """Let the worker drop its weights and cache, push changed weights, and then push the old weights.
+    """Make the worker drop its weights and cache. Then push changed weights, and after that the old weights.
 
-    Return the answers with the changed and with the old weights.
+    Return the answers with the changed weights and the answers with the old weights.
     """
     process = psutil.Process(worker.pid)
     before = process.memory_info().rss
@@ -332,8 +340,8 @@ def _answer(
 ) -> Answers:
     """Return the answers to all prompts.
 
-    `is_cold`: the requests share no cached prefix with each other or with other requests. `others`: the number of
-    requests for reversed prompts that run at the same time.
+    `is_cold`: whether to prevent the requests from sharing cached prefixes with each other and with earlier requests.
+    `others`: number of additional requests, with reversed prompts, that run at the same time.
     """
     kind: dict[str, Any] = dict(max_tokens=sizes.compared_tokens, ignore_eos=True)
     greedy, sampled = SamplingParams(temperature=0.0, **kind), SamplingParams(n=2, seed=3, **kind)
@@ -353,7 +361,7 @@ def compare(console: Console, repetitions: Sequence[Repetition], prompt_tokens: 
     """Print how many tokens and log-probs of each repetition differ from the first repetition.
 
     `prompt_tokens`: tokens of all prompts; each prompt has a greedy and a sampled request. Return True if nothing
-    differs, a warm cache had a hit and a cold cache had none.
+    differs, every warm cache had hits, and every cold cache had no hits.
     """
     cold = repetitions[0].answers.samples
     headers = "circumstance", "cached", "greedy", "sampled", "differences"
@@ -382,7 +390,9 @@ def _count_tokens(samples: Sequence[SampleOutput]) -> str:
 
 
 def _compare_changed(console: Console, old: Answers, changed: Answers) -> bool:
-    """Return whether the changed weights changed every answer. Otherwise restoring the old weights proves nothing."""
+    """Return whether the changed weights changed every answer. If an answer did not change, restoring the old weights
+    proves nothing.
+    """
     if all(_count_differences(*pair) for pair in zip(old.samples, changed.samples, strict=True)):
         return True
     console.print("[red]Nothing is proved:[/] changed weights gave the same bits.")

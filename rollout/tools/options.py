@@ -1,6 +1,7 @@
 """Command line options for settings: a table of help texts for each settings class, and the headings in the help.
 
-Types and defaults come from the settings class, so a new setting needs one field there and one line here.
+Types and defaults come from the settings class. To add a setting, add a field to the settings class and a line to the
+table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KERNELS = {
     "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",
     "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
 }
-"""The settings of an engine that other commands have, too."""
+"""The settings of an engine that commands other than `serve` also have."""
 
 ENGINE: Table = {
     "Model and kernels": KERNELS,
@@ -114,7 +115,7 @@ HTTP: Table = {
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists the options below their headings. Typer itself does so only in rich's layout."""
+    """A command with a help page that lists options below headings. Typer shows headings only in rich's layout."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options. Called by typer."""
@@ -136,7 +137,7 @@ def names_of(table: Table) -> Iterator[str]:
 
 
 def with_settings(*groups: tuple[type[BaseModel], Table]) -> Callable[[F], F]:
-    """Replace a command's `**settings` with one option for each setting with a help text. `groups`: (class, table)."""
+    """Replace a command's `**settings` with one option per setting that has a help text. `groups`: (class, table)."""
 
     def decorate(command: F) -> F:
         own = [
@@ -158,9 +159,10 @@ def with_settings(*groups: tuple[type[BaseModel], Table]) -> Callable[[F], F]:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return a number of bytes: a plain number, or one with a unit, such as 4GiB or 512M. Units are powers of 1024.
+    """Parse a size in bytes. `text` is a plain number, or a number with a unit, such as 4GiB or 512M. Units are powers
+    of 1024.
 
-    Raise BadParameter for anything else.
+    Raise BadParameter for any other text.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])?(?:i?B)?", str(text).strip(), re.IGNORECASE)
     if found is None or ("." in found[1] and found[2] is None):
@@ -172,7 +174,9 @@ SIZE: dict[str, Any] = dict(parser=parse_bytes, metavar="SIZE")
 
 
 def _with_unit(size: int | None) -> bool | str:
-    """Return how the help shows a size: with the largest unit that divides it. True: as it is."""
+    """Return a size as text for the help page, in the largest unit that divides the size. Return True if the help page
+    can show the plain number.
+    """
     units = [(unit, 1024**power) for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB"))]
     return next((f"{size // factor} {unit}" for unit, factor in reversed(units) if size and size % factor == 0), True)
 

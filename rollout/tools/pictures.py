@@ -34,7 +34,8 @@ def describe_worker(client: RolloutClient) -> str:
 
 
 def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
-    """Write a PNG with a dot for each token of each audit: its place in the sample, and trainer - worker in nats.
+    """Write a PNG with one dot for each token. The dot shows the token's position in the sample, and trainer - worker
+    in nats.
 
     Infinite differences are left out.
     """
@@ -55,7 +56,8 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
 def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, file: Path) -> None:
     """Write a PNG with one group of bars for each workload: tokens/s by system.
 
-    `speeds`: (system, workload) -> the speed of each run. A bar shows the median, its line the lowest and the highest.
+    `speeds`: (system, workload) -> the speed of each run. A bar shows the median speed. The line on the bar extends
+    from the lowest to the highest speed.
     """
     systems, workloads = (list(dict.fromkeys(names)) for names in zip(*speeds, strict=True))
     figure, axes = _figure(max(7, 2 + 2 * len(workloads)), 4)

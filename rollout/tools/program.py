@@ -1,4 +1,6 @@
-"""The program `trueroll`. An interrupt ends it with one line, even while the commands are imported."""
+"""The program `trueroll`. An interrupt ends the program with a single line of output, even during the import of the
+commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands say on stderr while they work, so that stdout has only results. Owns nothing."""
+"""Progress messages of the commands. The messages go to stderr, so that stdout contains only results. Owns nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def tell(line: str) -> None:
-    """Print a line to stderr at once. Unprintable characters are escaped."""
+    """Print a line to stderr immediately. Unprintable characters are escaped."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Yield the items. Show a progress bar if stderr is a terminal, otherwise a line every few seconds.
 
-    `what`: the work, such as `verifying`. `total`: the number of items.
+    `what`: name of the work, such as `verifying`. `total`: the number of items.
     """
     if sys.stderr.isatty():
         from rich.console import Console

@@ -29,7 +29,7 @@ def print_completions(
 ) -> None:
     """Complete prompts and print all samples. Terminal control characters in the samples are escaped.
 
-    - `model_or_address`: the address of a worker, or a model to start a worker for
+    - `model_or_address`: the address of a running worker, or a model for which to start a worker
     - `seed`: seed for all prompts, see `RolloutClient.generate`; None: a random seed
     - `tokenizer`: model with the tokenizer to use; None: the served model, if it is available on this machine
     - `keys`: `server_public_key` and `client_key` of `RolloutClient`

@@ -2,9 +2,10 @@
 
 A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts, the
 block size, preemption, and the number of threads. The baseline serves each request alone with a cold cache. A cell
-counts only if its premises are proven: for example, that tokens were reused, that the other requests ran in the same
-steps, or that a preemption happened. The baseline must prove that each variation of a request had an effect. Each cell
-gets its own engine; all engines share one loaded model.
+passes only if its premises are proven. A premise states that a circumstance really occurred: for example, that tokens
+were reused, that the other requests ran in the same steps, or that a preemption happened. The baseline must also prove
+that each variation of the sampling parameters had an effect. Each cell has a separate engine; all engines share one
+loaded model.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ ROUTE_CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A cell's results for the tokens of the sample `key`, from token `start` on.
+    """The results of a cell for one sample, from token `start` of the sample on.
 
+    - `key`: request id and index of the sample
     - `rows`: the array of `rows_of`
     - `end`: finish reason and stop reason of a sample; None for a score
     - `routes`: `routed_experts` of prompt and sample, for a model with experts
@@ -142,7 +144,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell: the numbers of compared samples and tokens, and the total of `count_differences`."""
+    """The result of a cell: the number of compared samples, the number of compared tokens, and the total of
+    `count_differences`.
+    """
 
     cell: Cell
     samples: int
@@ -160,10 +164,10 @@ class CellResult:
 
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
-    """Yield the baseline's result, then a result for each of `cells_of`.
+    """Yield the result of the baseline, and then the result of each cell in `cells_of`.
 
-    `loaded`: the model of `config`. Dtype, device and backend come from `config` too. Raise ConfigError if the model
-    does not support `sizes.num_positions` tokens.
+    `loaded`: the model of `config`. The dtype, device and backend are also taken from `config`. Raise ConfigError if
+    the model does not support `sizes.num_positions` tokens.
     """
     lab = _Lab(config, loaded, sizes)
     runs, premises = lab.run(Cell(), {})
@@ -176,9 +180,8 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: b
 
 
 def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
-    """Return CELLS, with STATE_CELLS if the model has recurrent layers and ROUTE_CELLS if it has experts.
-
-    `quick`: QUICK_CELLS instead of CELLS, and only the first of the additional cells.
+    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
+    `quick`: return QUICK_CELLS instead of CELLS, plus only the first cell of each additional list.
     """
     spec = loaded.model.spec
     more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
@@ -198,7 +201,7 @@ class _Lab:
         self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
-        """Return all runs of a cell and its premises."""
+        """Run a cell. Return all runs of the cell and the checked premises."""
         with _thread_count(cell.threads):
             engine = Engine(self._engine_config(cell), self.loaded)
             runs = list(self._runs(engine, cell, baseline))
@@ -231,7 +234,7 @@ class _Lab:
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
-        """Return sample 0 under the circumstances of the baseline."""
+        """Serve a request under the circumstances of the baseline, and return sample 0."""
         engine = Engine(self._engine_config(Cell()), self.loaded)
         return next(sample for sample in run_together(engine, [request]).samples if sample.index == 0)
 
@@ -245,7 +248,9 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the subjects in batches. Fillers bring each batch to the size that the cell wants."""
+        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers are
+        added.
+        """
         subjects = self.subjects
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
@@ -287,7 +292,8 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
 def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
     """Serve all requests at once until they finish.
 
-    After `lose_all_after` steps, all running requests are recomputed, as after a commit of weights.
+    After `lose_all_after` steps, interrupt the engine, so that all running requests are recomputed, as after a commit
+    of weights.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:
@@ -312,7 +318,9 @@ def _thread_count(threads: int | None) -> Iterator[None]:
 
 
 def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
-    """Yield a run's results for samples of the baseline. The run's samples begin with token `start`."""
+    """Yield the results of a run for each sample that the baseline also has. The samples of the run begin with token
+    `start` of the baseline's samples.
+    """
     for output in run.outputs:
         if isinstance(output, ScoreOutput):
             request_id, index = output.request_id.rsplit("/", 1)
@@ -324,9 +332,10 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
-    """Return all records of the tokens as int32 [num_tokens, width]: their ids, and the bits of all numbers.
+    """Return the record of each token as int32 [num_tokens, width]: the token id, and the bits of the token's log-prob
+    and other numbers.
 
-    The tokens of a score are the last ones of its sequence.
+    For a score, `token_ids` are the last tokens of the scored sequence.
     """
     columns = [column[len(column) - len(token_ids) :] for column in columns_of(output).values()]
     bits = [np.ascontiguousarray(column).view(np.int32) for column in columns]
@@ -349,10 +358,10 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 
 
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
-    """Return the number of tokens with any different bit in their record.
+    """Return the number of tokens with a record that differs in any bit.
 
-    A missing token counts as a difference, and so does a different end of the sample. Each token with different routes,
-    including tokens of the prompt, counts once more.
+    A missing token counts as a difference. A different end of the sample counts as one more difference. Each token with
+    different routes, including tokens of the prompt, also counts as one more difference.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
     other_end = piece.end is not None and piece.end != _end(expected)

@@ -4,7 +4,7 @@ Owns: entries of requests (`ledger`), admission, requests that wait for the engi
 and pending aborts. Does not own: sockets, the engine, or the state of the worker. All code here runs on the thread of
 `Worker.run`.
 
-Promises: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
+Guarantees: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
 replies. Every request ends through `RequestBook.end`, after success, an error, an abort, a lost client or a shutdown.
 After a request has ended, only the result of the request may be kept. No user can access the requests or the cached
 prefixes of another user.
@@ -150,7 +150,7 @@ def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str
 
 def _length(message: Generate | GetScores) -> tuple[str, int, int]:
     """Return the name of the prompt field, the length of the prompt in tokens, and the number of new tokens that must
-    fit.
+    also fit in the context.
     """
     if isinstance(message, GetScores):
         return "token_ids", len(message.token_ids) // 4, 0
@@ -181,8 +181,8 @@ class _Stream:
 class _Progress:
     """The progress of a reader.
 
-    `keys`: keys of the requests that the reader streams. `told`: number of tokens already sent, by sample. `due`:
-    samples with unsent tokens.
+    `keys`: keys of the requests that the reader streams. `told`: for each sample, the number of tokens that were
+    already sent to the reader. `due`: samples with unsent tokens.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -202,11 +202,11 @@ class Streams:
     Owns: the tokens of unfinished samples in streamed requests, stored once for all readers; and the progress of each
     reader. Does not own: sockets, the ledger, or the replies that end a sample.
 
-    Promises: a reader gets each token once and in order, from the first token on. A reader that joins late also starts
-    with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining tokens.
-    Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in several
-    messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is stored. A
-    request without readers needs no memory in `Streams`.
+    Guarantees: a reader gets each token once and in order, from the first token on. A reader that joins late also
+    starts with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining
+    tokens. Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in
+    several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is
+    stored. A request without readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -238,8 +238,8 @@ class Streams:
             stream.growths[delta.index] = Growth(delta)
         elif not growth.put(delta):
             raise RuntimeError(
-                f"streams: the delta of {key!r} from token {delta.start} on does not continue its {growth.num_tokens} "
-                "known tokens"
+                f"streams: the delta of {key!r} from token {delta.start} on does not continue the {growth.num_tokens} "
+                "tokens received so far"
             )
         for reader in stream.readers:
             self._fall_due(reader, (key, delta.index))
@@ -347,9 +347,9 @@ class WaitingRoom:
     """The requests that have not been sent to the engine yet, by key.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
-    requests, or the engine. Promises: requests leave in the order of their arrival, and an aborted sample is never
-    computed. Requests that wait for weights may leave later, because they are checked only after a possible change of
-    the weights.
+    requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
+    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because waiting
+    requests are checked only after a possible change of the weights.
     """
 
     def __init__(self) -> None:
@@ -379,10 +379,12 @@ class WaitingRoom:
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Remove and return the due requests that weights `version` can serve, and the due requests that are refused.
+        """Remove and return the due requests that weights of version `version` can serve, and the due requests that
+        must be refused.
 
-        Refused requests are returned with their errors. Requests that wait for newer weights stay. `version`: None if
-        the model has not loaded; all requests with a `min_weight_version` then stay.
+        Refused requests are returned with their errors. Requests that wait for newer weights stay in the waiting room.
+        `version`: None if the model has not loaded; all requests with a `min_weight_version` then stay in the waiting
+        room.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -430,11 +432,11 @@ def _empty_scores(id: str) -> ScoreOutput:
 
 
 class Abortion(NamedTuple):
-    """An abort of samples of `entry` that was sent to the engine.
+    """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the call arrived. An abort with `ends_successors` also ends
-    the successors.
+    `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
+    abort also ends the successors.
     """
 
     entry: Entry
@@ -556,8 +558,8 @@ class RequestBook:
     def lose(self, identity: bytes) -> None:
         """Remove a lost client.
 
-        End each request that has no waiting client left and is `while_connected` or waits for weights. A client that
-        reconnects submits the request again.
+        End each request that has no waiting client left, if the request is `while_connected` or waits for weights. A
+        client that reconnects submits the request again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -645,8 +647,8 @@ class RequestBook:
     def command(self, command: Run, aborts: bool) -> None:
         """Send a command to the engine.
 
-        `aborts`: the command aborts all requests in the engine. Later submissions of an aborted request wait until the
-        request has ended.
+        `aborts`: whether the command aborts all requests in the engine. Later submissions of an aborted request wait
+        until the request has ended.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -690,7 +692,9 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors again. No-op while the entry is open and affected by an abort."""
+        """Submit the entry's successors again. No-op while the entry is open and has aborted samples or a pending
+        abort.
+        """
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -708,9 +712,8 @@ class RequestBook:
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """Handle the outputs that an abort has ended, and answer the abort call.
-
-        Without outputs, the answer is an error.
+        """Handle the outputs of the samples that an abort has ended, and answer the abort call. If there are no
+        outputs, answer with an error.
         """
         self.take_outputs(outputs)
         if outputs:
@@ -735,7 +738,7 @@ def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> byte
 
 
 def _request_of(entry: Entry) -> Request:
-    """Return the request in the engine's form."""
+    """Convert an entry to a request for the engine."""
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
@@ -760,7 +763,7 @@ def _ends_with_client(entry: Entry) -> bool:
 
 
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
-    """Return the last message of a request.
+    """Return the message that completes a request.
 
     `max_model_len`: None if the request was aborted before the model had loaded. If `max_model_len` is None, the reply
     contains `max_tokens` as submitted.

@@ -4,7 +4,7 @@ Owns: the state (`lifecycle`), and the queue of waiting calls. Does not own: the
 the socket, the requests, or the engine. The code here runs on the thread of `Worker.run`, and reaches the engine only
 through commands.
 
-Promises: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
+Guarantees: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
 worker shuts down or fails.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Host(PushHost, Protocol):
-    """The part of the worker that `Control` uses."""
+    """The interface that `Control` needs from the worker."""
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
@@ -43,7 +43,7 @@ class Host(PushHost, Protocol):
 
 
 class Requests(EngineHost, Protocol):
-    """The part of the request book that `Control` uses."""
+    """The interface that `Control` needs from the request book."""
 
     def admit(self) -> None:
         """Send the waiting requests to the engine if `Control.takes_requests` is True."""
@@ -298,7 +298,7 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse waiting calls, and cancel the current operation if it was not sent to the engine yet."""
+        """Refuse waiting calls, and cancel the current operation if the engine has not received the operation yet."""
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())

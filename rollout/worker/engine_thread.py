@@ -2,7 +2,7 @@
 
 Commands arrive through a queue, and events leave through a callback. The engine needs no locks, because threads do not
 share it. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which health
-and stats are answered. Promises: commands are applied in order, and every exception of the engine becomes an event.
+and stats are answered. Guarantees: commands are applied in order, and every exception of the engine becomes an event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ServedEngine(Protocol):
-    """The part of an engine that the worker uses. `trueroll.engine.engine.Engine` implements this protocol."""
+    """The interface that the worker needs from its engine. `trueroll.engine.engine.Engine` implements this protocol."""
 
     info: Any
     """A dataclass that describes the engine, with fields `backend` and `backend_note`."""
@@ -53,7 +53,9 @@ class ServedEngine(Protocol):
     def settle(self) -> list[Output]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
-        """Commit new weights. `staging`: staged weights from `new_staging` of this engine's `weights`."""
+        """Commit new weights. `staging`: the new weights, staged in an area that `new_staging` of this engine's
+        `weights` has returned.
+        """
         ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
@@ -148,7 +150,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """The outputs that an `End` command ended; empty if there was nothing to end."""
+    """The outputs of the samples that an `End` command ended; empty if the command found no unfinished samples."""
 
     command: End
     outputs: list[Output]
@@ -156,7 +158,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ran:
-    """The outputs that a `Run` command finished.
+    """The outputs of the samples and scores that a `Run` command finished.
 
     `seconds`: duration of the action, during which the engine did not step.
     """
@@ -179,7 +181,7 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine after its last step.
+    """The state of the engine after its last step.
 
     `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time at which the engine last made progress, in
     monotonic seconds.
@@ -192,10 +194,11 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, and applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
+    """Builds the engine, and then applies commands and runs steps until a `Stop` command arrives. Put each `Command`
+    into `commands`.
 
-    `publish`: called on this thread with every event. `step_seconds`: histogram of step durations. `snapshot`: None
-    until the engine is built.
+    `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations. `snapshot`:
+    None until the engine is built.
     """
 
     def __init__(

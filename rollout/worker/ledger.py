@@ -2,10 +2,10 @@
 
 `Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
 submissions, and the replies so far as encoded frames. `Ledger` does not send replies. `Calls` owns the pending calls
-with a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that lost
-a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
+that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that
+lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
 
-Promises:
+Guarantees:
 
 - A known id always belongs to the same content. Each user has a separate set of ids.
 - An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
@@ -163,9 +163,9 @@ class Entry:
     - `params`: resolved parameters; None for a score.
     - `num_unfinished`: number of unfinished samples. `num_bytes_asked`: estimated size of the content.
     - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
-    - `callers`: all callers that submitted the request. For an open entry, the value is the number of the caller's
-      waiting submissions.
-    - `replies`: frames so far, in order.
+    - `callers`: all callers that submitted the request. While the entry is open, each caller is mapped to the number of
+      submissions with which the caller waits.
+    - `replies`: the frames sent so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
     - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
       submitted again after the end of the entry.
@@ -197,9 +197,8 @@ class Entry:
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
-        """Return whether a submission by `caller` may join.
-
-        After an abort, only callers that submitted before the abort may join.
+        """Return whether a submission by `caller` may join this request. After an abort, only callers that submitted
+        before the abort may join.
         """
         return caller in self.callers or not self.is_aborted
 
@@ -231,8 +230,9 @@ class Entry:
 class ServiceStats:
     """Lifetime counters of requests.
 
-    `accepted`: accepted requests. `joined`: further submissions of known requests. `finished`: accepted requests that
-    have finished. `failed`: accepted requests that were answered with an error. `dropped`: evicted results.
+    `accepted`: number of accepted requests. `joined`: number of further submissions of known requests. `finished`:
+    number of accepted requests that have finished. `failed`: number of accepted requests that were answered with an
+    error. `dropped`: number of evicted results.
     """
 
     accepted: int = 0
@@ -317,7 +317,7 @@ class Awaited:
         return released
 
     def lose(self, identity: bytes) -> list[Entry]:
-        """Remove a lost connection. Return the entries that have no waiting submissions left."""
+        """Remove a lost connection. Return the entries that consequently have no waiting submissions left."""
         lost = list(self._entries.pop(identity, ()))
         for entry in lost:
             before = entry.num_bytes_waiting
@@ -398,8 +398,8 @@ class Ledger:
     def withdraw(self, key: str, caller: str) -> bool:
         """Remove `caller` from a request.
 
-        Return False for an unknown request, and for an open request that has no waiting submissions left. The caller of
-        this method must end such an open request.
+        Return False for an unknown request, and for an open request that has no waiting submissions left. If an open
+        request has no waiting submissions left, the calling code must end the request.
         """
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
@@ -446,8 +446,8 @@ MAX_REMEMBERED = 1024
 class _Known:
     """A known call.
 
-    `content`: hash of the call, stored instead of the call, which may be long. `callers`: identities of the connections
-    that wait for the reply. `reply`: None while the call is pending.
+    `content`: hash of the call; the call itself may be long, so it is not stored. `callers`: identities of the
+    connections that wait for the reply. `reply`: None while the call is pending.
     """
 
     id: str

@@ -1,8 +1,8 @@
 """The states of a worker: the legal moves between them, and the calls that each state allows.
 
-This module only records the state. The worker acts first, and then reports the result to `Lifecycle`. A call that the
-current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A move that
-is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
+This module only records the worker's state. The worker acts first, and then reports the result to `Lifecycle`. A call
+that the current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A
+move that is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 class Standing:
     """The part of the state that persists between calls.
 
-    `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: some memory was woken
-    since the last sleep, but some is still asleep. `is_dirty`: the weights are missing or partly overwritten.
+    `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: since the last sleep,
+    some memory was woken, but other memory is still asleep. `is_dirty`: the weights are missing or partly overwritten.
     """
 
     is_paused: bool = False
@@ -82,7 +82,7 @@ class Standing:
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
         """Return the `Standing` after a sleep of `tags`.
 
-        `drops_weights`: the sleep drops the weights, so a push of whole weights must follow.
+        `drops_weights`: whether the sleep drops the weights, so that a push of all weights must follow.
         """
         sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
         return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
@@ -114,8 +114,8 @@ class Lifecycle:
     def check(self, call: str) -> None:
         """Check whether the state allows `call`.
 
-        Raise IllegalStateError if the state does not allow the call. During a shutdown, raise UnavailableError instead,
-        because no later state will allow the call.
+        Raise IllegalStateError if the state does not allow the call. During a shutdown, raise UnavailableError instead
+        of IllegalStateError, because no later state will allow the call.
         """
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:

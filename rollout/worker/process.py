@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(config: EngineConfig) -> ServedEngine:
-    """Build the engine. Imports torch here, so that the worker can answer health calls during the import."""
+    """Build the engine. This function imports torch, so that the worker can already answer health calls during the
+    import.
+    """
     # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, long spins
     # make torch's ops several times slower. A short spin costs less. torch reads GOMP_SPINCOUNT when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -113,8 +115,8 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
     """Run the worker of a `launch_worker` call.
 
     Read the settings from stdin as one line of JSON. Write the outcome to stdout as one line of JSON: `{"address":
-    ...}`, or an error in the format of `told`. Drain and exit when stdin ends, which means that the parent has closed
-    the pipe or died.
+    ...}`, or an error in the format of `error_codes.told`. Drain and exit when stdin ends, which means that the parent
+    has closed the pipe or died.
     """
     log_to_stderr(logging.WARNING)
     settings = json.loads(_read_line(0))
@@ -140,7 +142,7 @@ def _read_line(fd: int) -> bytes:
 def _end_with_parent(drain_seconds: float) -> None:
     """Drain and exit once stdin ends.
 
-    If the worker hangs, exit anyway, because no parent is left to kill the worker.
+    Exit even if the worker hangs, because no parent is left to kill the worker.
     """
     while os.read(0, 4096):
         pass

@@ -1,4 +1,4 @@
-"""The pushes of weights in a worker: the push in progress, and the push that brought the served weights.
+"""The weight pushes of a worker: the push in progress, and the push that delivered the served weights.
 
 `Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for that thread.
 `Operations` owns the current operation, which is a call that the engine executes between two steps. This module does
@@ -6,7 +6,7 @@ not own the transport and the received bytes (`weight_sync.worker.receiver`), or
 The code here runs on the thread of `Worker.run`. Only the staging of a push runs on a separate thread, because staging
 is slow.
 
-Promises:
+Guarantees:
 
 - An operation either runs completely or changes nothing. For each operation, either `done` or `cancelled` is called,
   exactly once.
@@ -59,10 +59,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
-    """The part of the worker that operations use."""
+    """The interface that `Operations` needs from the worker."""
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Send the engine a command. `aborts`: the command aborts all requests in the engine."""
+        """Send the engine a command. `aborts`: whether the command aborts all requests in the engine."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class EngineHost(Protocol):
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """Settle the engine, as the default action of an operation."""
+    """The default action of an operation: settle the engine."""
     return engine.settle()
 
 
@@ -82,13 +82,13 @@ class Operation:
 
     - `busy`: state of the worker during the operation; None keeps the current state. `then`: the worker's `Standing`
       after the operation.
-    - `in_flight`: treatment of running requests. With `drain`, the operation first waits up to `timeout` seconds for
+    - `in_flight`: what happens to running requests. With `drain`, the operation first waits up to `timeout` seconds for
       the engine to finish all requests.
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
-    - `opens_by`: deadline, in monotonic seconds, for opening the source of a push in place. The operation waits until
-      the source is open. `opens_by` is None if the operation does not wait for a source.
+    - `opens_by`: time, in monotonic seconds, by which the source must be open if the operation is a push in place. The
+      operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -135,8 +135,8 @@ class Operations:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
                     f"{operation.call.type}: cannot drain {count} unfinished requests in state "
-                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or, except for "
-                    "drain, set in_flight to recompute or abort",
+                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or, in calls "
+                    "other than drain, set in_flight to recompute or abort",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests
@@ -209,7 +209,7 @@ def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
 
 
 class PushHost(Protocol):
-    """The part of the worker that pushes use."""
+    """The interface that `Pushes` needs from the worker."""
 
     def publish_event(self, event: PushNews) -> None:
         """Pass the event to `Pushes.handle_news`. May be called from any thread."""
@@ -244,7 +244,7 @@ class Push:
 
 @dataclass(frozen=True)
 class PushNews:
-    """An event from the thread that receives `push`."""
+    """An event of `push`, sent by the thread that receives the push."""
 
     push: Push
     event: PushEvent
@@ -334,7 +334,9 @@ class Pushes:
         self._push = self._new_push(call)
 
     def _begin_in_place(self, call: protocol.BeginPush) -> None:
-        """Begin a push in place. First open the source. Then interrupt the engine, which releases its weights."""
+        """Begin a push in place: first open the source of the push. Once the source is open, interrupt the engine,
+        which releases its weights.
+        """
 
         def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             return engine.interrupt(in_flight)
@@ -506,8 +508,8 @@ class Pushes:
     def _handle_opening(self, event: PushEvent) -> None:
         """Handle an event while a push in place waits for its source.
 
-        After the source has opened, continue with the interruption of the engine. If the source could not be opened,
-        cancel the operation. The weights stay unchanged.
+        Once the source is open, interrupt the engine. If the source could not be opened, cancel the operation. The
+        weights stay unchanged.
         """
         operation = self._operations.current
         assert operation is not None
@@ -519,7 +521,9 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: the thread of the push has not responded to a call, so the thread may hang."""
+        """Release a push. `is_owing`: whether the thread of the push has not responded to a call yet, and therefore may
+        hang.
+        """
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
         push.staging = None

@@ -8,7 +8,7 @@ Owns: the main loop; the checks and the dispatch of messages (`Dispatch`); the s
 and timings (`Vitals`). Does not own: requests (`book`), pushes and the state of the worker (`control`), the engine
 (`engine_thread`), or connections (`router`).
 
-Promises: received bytes cannot crash the process. If the engine fails or the worker shuts down, every caller gets a
+Guarantees: received bytes cannot crash the process. If the engine fails or the worker shuts down, every caller gets a
 reply before the worker exits.
 """
 
@@ -168,7 +168,7 @@ class Inbox(Generic[T]):
         return self._writer.fileno()
 
     def clear(self) -> None:
-        """Consume all pending wake-ups. Call this when `fileno` is readable."""
+        """Consume all pending wake-ups. Call this method when `fileno` is readable."""
         self._reader.recv(4096)
 
     def get(self) -> T | None:
@@ -201,7 +201,7 @@ class Ending:
     def ask(self) -> None:
         """Request a shutdown.
 
-        A second call makes the shutdown immediate. May be called from any thread and from signal handlers.
+        A second request makes the shutdown immediate. May be called from any thread and from signal handlers.
         """
         self._num_asked += 1
 
@@ -249,8 +249,8 @@ FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protoc
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
     """Decode the message in `frames`.
 
-    Raise ProtocolError, MessageTooLargeError or InvalidRequestError if the bytes are invalid. No bytes cause any other
-    error.
+    Raise ProtocolError, MessageTooLargeError or InvalidRequestError if the bytes are invalid. Invalid bytes cannot
+    cause errors of other classes.
     """
     frame = _only_frame(frames, max_message_bytes)
     try:

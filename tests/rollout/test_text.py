@@ -412,7 +412,7 @@ def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
     for encode in (model.encode, model.encode_chat):
         with pytest.raises(ModelError, match="the tokenizer does not encode the text: ValueError"):
             encode("hi")
-    with pytest.raises(ModelError, match="the tokenizer does not decode the tokens: .*; check"):
+    with pytest.raises(ModelError, match="the tokenizer cannot decode the tokens: .*; check"):
         model.decode(["x"])  # pyright: ignore[reportArgumentType]
 
 

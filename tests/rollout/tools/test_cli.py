@@ -217,7 +217,7 @@ def test_bench_takes_a_configuration_without_a_checkpoint(monkeypatch: pytest.Mo
         ),
         (
             ("--dummy-weights", "qwen3-0.6b", "--compare", "hf"),
-            "--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare",
+            "--compare hf needs a MODEL; give MODEL instead of --dummy-weights, or omit --compare",
         ),
     ],
 )
