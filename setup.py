@@ -7,6 +7,9 @@ trueroll. Every file of kernels/cpu/native belongs to the native library.
 installation without the library would silently use the much slower reference kernels. pybind11 is used only for
 `ParallelCompile`, which compiles several files at a time. Object files are kept in build, and a later installation
 compiles only changed files.
+
+The library does not use Python's C API, and is loaded with ctypes. The names of the library and of the wheel therefore
+contain no Python version, and one wheel serves every version.
 """
 
 import hashlib
@@ -18,6 +21,7 @@ from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -52,11 +56,21 @@ class BuildNative(build_ext):
             extension.depends = _native_files("*.h")
         self.build_temp = f"build/objects-{_compiler_key()}"  # an editable installation has a temporary folder here
 
+    def get_ext_filename(self, fullname):
+        return fullname.replace(".", os.sep) + ".so"
+
     def build_extension(self, ext):
         try:
             super().build_extension(ext)
         except (CCompilerError, BaseError) as error:
             raise BaseError(WAY_OUT.format(cause=error)) from error
+
+
+class TagWheel(bdist_wheel):
+    """Tags the wheel for a platform, and for any Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 def _native_files(pattern: str) -> list[str]:
@@ -81,4 +95,4 @@ def _is_stale(obj: str, source: str) -> bool:
 
 
 with ParallelCompile(needs_recompile=_is_stale):
-    setup(cmdclass={"build_ext": BuildNative}, packages=[*packages()])
+    setup(cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel}, packages=[*packages()])

