@@ -60,7 +60,10 @@ def check_results(name: str, found: dict[str, Any], printed: str) -> None:
         ]
         assert differences[:3] == [0.0] * 3
         claimed = "largest difference of log-probs: 0.0, ratios: 1.0 to 1.0\n"
-        assert printed.count(claimed) == 3 and f"It prints `{claimed.strip()}`" in (ROOT / "README.md").read_text()
+        assert (
+            printed.count(claimed) == 3
+            and f"The program prints `{claimed.strip()}`" in (ROOT / "README.md").read_text()
+        )
     if name == "quickstart":
         assert printed.count("the largest |ratio - 1| is 0.0\n") == 3
     if name == "clients":
