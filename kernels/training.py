@@ -10,7 +10,7 @@ own parameters during the call; the model is called through its wrapper. Hooks t
 therefore run, for example to gather weights or to reduce gradients. The modules inside a layer are never called: the
 layer reads the parameters of these modules.
 
-Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
+Guarantees: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
 bit-identical to the worker's, for any micro-batch, padding or packing. `token_statistics` returns values that are
 bit-identical to the worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding.
 Under bfloat16 autocast, a model with float32 parameters gives the same bits as a bfloat16 worker that received these

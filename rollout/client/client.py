@@ -3,7 +3,7 @@
 Owns: what each call does. Does not own: sending, reconnecting and the handling of lost workers (`Connection`), or the
 format of messages (`protocol`). Imports neither torch nor transformers.
 
-Promises:
+Guarantees:
 
 - A call returns when all its requests have ended. By default, the call raises the first error, which names the prompt.
   With `errors="return"`, the call returns errors instead of raising them.
@@ -543,7 +543,7 @@ def _blocking(
 class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
-    Promises: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
+    Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
     on the loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns
     without waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
     """

@@ -9,7 +9,7 @@ Owns:
 
 Does not own: what each call does (`client`).
 
-Promises:
+Guarantees:
 
 - Every call gets its terminal reply or an exception.
 - After a lost connection, pending calls are sent again to the same worker process, which recognizes them by their ids.
@@ -63,8 +63,8 @@ def wrong_process(pid: int) -> TruerollError | None:
 class Received:
     """A sample that is still arriving. `put` and `finish` add messages from the worker; `take` returns the new tokens.
 
-    Promises: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended, or
-    at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if its
+    Guarantees: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended,
+    or at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if its
     request was sent again after a lost connection, and the worker no longer had the request. Even if the caller reads
     deltas late, the object stores each token of the sample only once.
     """

@@ -3,7 +3,7 @@
 Owns: a local Ray cluster or the connection to another cluster, and the objects `Scaler`, `Keeper`, `Slots` and
 `FleetWeights`. Does not own: requests, which clients send to the workers directly.
 
-Promises:
+Guarantees:
 
 - The fleet runs the requested number of workers if the cluster has room.
 - A worker never serves weights that an earlier training run left behind.

@@ -3,7 +3,7 @@
 Owns: which samples are delivered or missing, the content of the next `Ask`, and the terminal reply of the request. Does
 not own: the choice of a worker, or when an `Ask` is sent (`FleetRequest`).
 
-Promises:
+Guarantees:
 
 - Each sample is delivered once, and its tokens do not depend on the worker.
 - The request gets exactly one terminal reply.

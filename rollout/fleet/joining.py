@@ -1,7 +1,7 @@
 """Retries of weight hand-overs. A hand-over gives a joining worker the weights of its fleet.
 
 Owns: the number of failed hand-overs, the time of the next attempt, and the decision to give up. Does not own: how
-weights are transferred (`hand_over`). Promises: each failed hand-over is logged and reported. The number of hand-over
+weights are transferred (`hand_over`). Guarantees: each failed hand-over is logged and reported. The number of hand-over
 attempts for the same weights is bounded, and the pauses between attempts grow.
 """
 

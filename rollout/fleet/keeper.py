@@ -1,6 +1,6 @@
 """Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
-This module owns no state: each slot holds the state of its worker. Promises: a worker that ends, hangs or fails is
+This module owns no state: each slot holds the state of its worker. Guarantees: a worker that ends, hangs or fails is
 replaced. The first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A
 worker serves only once it has the weights that the other workers serve.
 """

@@ -22,7 +22,7 @@ tried, and then workers by rank. So prompts with a popular prefix spread over as
 prefix has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
 (the power of two choices: Mitzenmacher 2001).
 
-Promises:
+Guarantees:
 
 - Placement does not change the bits of any sample.
 - The same sequence of calls gives the same placements in any process.

@@ -1,6 +1,6 @@
 """Control access to Ray: the folder, token and ports of a local cluster, and the token check for any other cluster.
 
-Owns: the folder of a local cluster. Promises: all files that Ray writes for a local cluster are in a folder of mode
+Owns: the folder of a local cluster. Guarantees: all files that Ray writes for a local cluster are in a folder of mode
 0700. The ports of a local cluster listen on loopback only, and each port requires a token. The token is in a file of
 mode 0600 in the same folder.
 """

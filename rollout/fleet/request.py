@@ -3,7 +3,7 @@
 Owns: the tasks that send the request to workers, and the wait for an eligible worker, which `patience` limits. Does not
 own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
 
-Promises: the request gets exactly one terminal reply, whatever happens to its workers. If a worker's replies are no
+Guarantees: the request gets exactly one terminal reply, whatever happens to its workers. If a worker's replies are no
 longer needed, the request is aborted at this worker.
 """
 

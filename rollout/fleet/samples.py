@@ -1,6 +1,6 @@
 """The samples of one request: delivered samples, partial samples, and the deltas that were delivered to the caller.
 
-Pure: no clock, no I/O. Promises: each delta of a sample begins where the previous delta ended, or at token 0. The
+Pure: no clock, no I/O. Guarantees: each delta of a sample begins where the previous delta ended, or at token 0. The
 concatenated deltas equal the sample. The weight versions of all accepted samples differ by at most `max_staleness`.
 """
 

@@ -1,8 +1,8 @@
 """Change the number of workers of a fleet, and replace all workers when the Ray cluster is lost.
 
 Owns: one task per slot, which keeps a worker running in the slot. The task starts when `scale` adds the slot, and ends
-when `scale` dismisses the slot. Promises: a worker that leaves the fleet can finish its requests first. If the cluster
-is lost, the fleet joins it again or starts it again, and then restarts all workers.
+when `scale` dismisses the slot. Guarantees: a worker that leaves the fleet can finish its requests first. If the
+cluster is lost, the fleet joins it again or starts it again, and then restarts all workers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: the task that checks the list of members and their health, and the decision which workers may get groups. Does not
 own: requests, or the choice of a worker for a group (`Dispatch`).
 
-Promises:
+Guarantees:
 
 - Groups are placed only on workers that answer health checks and are of one kind. The weights of these workers are at
   most `max_staleness` versions older than the newest weights.

@@ -3,8 +3,8 @@
 Owns: the socket, the private folder of an ipc socket, the check of keys, the limit on connections (`Gate`), and the
 replies that are queued for slow clients (`Outboxes`). Does not own: the content of messages.
 
-Promises: `receive` returns the authenticated sender of each message. The memory for received bytes, for connections and
-for replies to slow clients is bounded. `close` releases all resources.
+Guarantees: `receive` returns the authenticated sender of each message. The memory for received bytes, for connections
+and for replies to slow clients is bounded. `close` releases all resources.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gate:
     passed to `heard` ends, the gate calls `on_gone` with the identity of the connection. If `heard` later gets a queued
     message of the ended connection, the gate calls `on_gone` again.
 
-    Owns a monitor of the ROUTER socket. Promises:
+    Owns a monitor of the ROUTER socket. Guarantees:
 
     - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
       message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
@@ -224,7 +224,7 @@ class Outboxes:
     does not call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client.
     `user_of`: returns the user of a connection.
 
-    Owns: the queued replies. Promises: each client gets its replies in order, and the queued replies of all clients
+    Owns: the queued replies. Guarantees: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.
 
     At the limit, the user with the most queued bytes is selected, and the connection of this user with the most queued

@@ -9,7 +9,7 @@ verified them.
 
 Does not own: how weights are transferred (`WeightSender`), or the trainer's tensors.
 
-Promises:
+Guarantees:
 
 - `push` returns when every worker serves the new weights, except workers that `PushResult.left_out` lists. If a worker
   fails, `push` raises an error that says which worker failed and which weights each worker serves. After the error,

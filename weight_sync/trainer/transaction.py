@@ -1,7 +1,7 @@
 """The transaction of a push with its workers: begin, buckets, verify, commit; or abort.
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
-Does not own the content of the buckets, or their transport. Promises: no worker commits before every worker has
+Does not own the content of the buckets, or their transport. Guarantees: no worker commits before every worker has
 verified. If a push fails before the commit, it is aborted at every worker.
 """
 

@@ -5,7 +5,7 @@ pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NC
 own memory for buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: the worker's end of a gloo group (`gloo_reader`).
-Promises: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
+Guarantees: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
 and within the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current

@@ -5,7 +5,7 @@ driver, not torch, allocates the memory. Torch counts references to shared memor
 memory, the death of a worker would leak the memory, and data that a worker receives would determine where in torch's
 file the worker writes. A worker passes a received handle only to the driver, and checks the size of the opened memory.
 
-Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
+Guarantees: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
 trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not guarantee.
 Trainer and workers run on one machine, with the same GPU.
 """

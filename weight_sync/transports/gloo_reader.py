@@ -3,7 +3,7 @@ worker.
 
 Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
 process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
-server. Promises: a crash of the receiving process fails only the push. Every wait ends at its deadline, or within
+server. Guarantees: a crash of the receiving process fails only the push. Every wait ends at its deadline, or within
 `TURN_SECONDS` after the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
 behind. The fork server ends when this process ends. With a CPU build of torch, the fork server takes about 220 MB of
 memory, of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.

@@ -1,7 +1,7 @@
 """Assembles the pieces of a push into a complete set of weights. If this fails, the error names the tensor.
 
 Owns the count of the rows and elements that have arrived. Does not own the staging area or the memory of buckets, and
-keeps no reference to a bucket's memory. Promises: every length, offset and index is checked before use. `finish`
+keeps no reference to a bucket's memory. Guarantees: every length, offset and index is checked before use. `finish`
 succeeds only if every tensor of the push arrived exactly once, either whole or as all of its parts.
 """
 

@@ -7,7 +7,7 @@
 
 Does not own: where pieces are written (`assembly`), the live weights, the commit, the socket.
 
-Promises:
+Guarantees:
 
 - The receiver writes into live weights only after it has opened the push's source and `proceed` was called.
 - A method call blocks at most until one piece is written, or until one weight is merged with its adapter.

@@ -1,7 +1,7 @@
 """`AsyncGRPOTrainer` on a trueroll worker: the trainer's rollout worker and weight transfer.
 
 Owns: the thread that generates and scores groups, the queue of scored samples, and the rule by which stale samples are
-dropped. Does not own: the worker process, the model or the publisher's settings. Promises:
+dropped. Does not own: the worker process, the model or the publisher's settings. Guarantees:
 
 - Groups are generated in the order of the dataset, with seeds that depend on the trainer's seed.
 - No token of a sample comes from weights older than the sample's reported version. Samples from unexpected versions

@@ -1,6 +1,6 @@
 """verl's server adapter: pushes the trainer's weights from each trainer process to a worker or a fleet.
 
-Owns: the publisher. Does not own: the workers, which belong to the server's actor. Promises: `update_weights` returns
+Owns: the publisher. Does not own: the workers, which belong to the server's actor. Guarantees: `update_weights` returns
 once the workers serve the pushed weights.
 """
 

@@ -4,8 +4,8 @@ Owns: the worker or the fleet, its client, and a gate: between `abort_all_reques
 closed, and no request starts. Does not own: the weights, which the adapter in the trainer's process pushes directly to
 the worker. After a push, the adapter notifies this actor.
 
-Promises: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return their
-tokens so far.
+Guarantees: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return
+their tokens so far.
 """
 
 # pyright: reportMissingImports=false

@@ -330,7 +330,7 @@ def test_the_estimated_size_exceeds_the_actual_size(front: Front) -> None:
         whole = len(front.post(path, body).content)
         few = {**body, "max_tokens": 400} if "prompt" in body or "messages" in body else None
         few = few or {**body, "sampling_params": {**body["sampling_params"], "max_tokens": 400}}
-        planned = int(error_of(front.post(path, few))["message"].split("may take ")[1].split(" ")[0])
+        planned = int(error_of(front.post(path, few))["message"].split("may need ")[1].split(" ")[0])
         assert planned > whole * (3 * 400) / (3 * 20 + 9), path
 
 
