@@ -19,8 +19,8 @@ class Shard:
     """A `Weight` of the checkpoint's shape that stores only a part of the tensor.
 
     `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. `shape`: the shape of the
-    checkpoint's whole tensor. The source of `copy_` and the indices of `put_` refer to the whole tensor; elements
-    outside the part are dropped.
+    checkpoint's whole tensor. The source of `copy_` has the shape of the whole tensor, and the indices of
+    `put_` are positions in the whole tensor. Elements outside the part are ignored.
     """
 
     def __init__(self, own: Any, part: Slice) -> None:

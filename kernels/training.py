@@ -218,7 +218,7 @@ def token_log_probs(
     with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
     for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
     the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence.
-    Mixed precision follows the wrapper and the autocast around this call.
+    The model's wrapper and any autocast that is active during the call determine the dtypes of mixed precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. With the arithmetic of the worker, `routed_experts` can be left out,

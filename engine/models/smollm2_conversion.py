@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the model in the GGUF file `source` to `folder`: bfloat16, with tokenizer and chat template."""
+    """Convert the GGUF file `source` to a bfloat16 model in `folder`, with its tokenizer and chat template."""
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16

@@ -147,7 +147,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context in which this thread's launches are recorded instead of run, on any device."""
+    """Context that records the launches of this thread, whatever their device, instead of running them."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:

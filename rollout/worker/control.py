@@ -116,7 +116,7 @@ class Control:
         self.lifecycle.check(call.type)
 
     def follow(self) -> None:
-        """Continue the current operation, and start waiting calls."""
+        """Continue the current operation, then start the calls that are waiting."""
         self._operations.follow()
         self.pushes.follow()
         self._requests.admit()

@@ -578,7 +578,7 @@ def check_begin(
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
             f"begin_push: version {call.weight_version} is not newer than the served version {served_version}; push a "
-            "newer version, or set allow_older if samples of different weights may have the same version",
+            "newer version, or set allow_older to accept that different weights can have the same version",
             field="weight_version",
             value=call.weight_version,
             limit=served_version + 1,

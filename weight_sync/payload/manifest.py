@@ -292,7 +292,8 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):
-        raise PushError(f"push: tensors sent both whole and in parts: {list_names(doubled)}; leave one out")
+        text = f"push: tensors sent both whole and in parts: {list_names(doubled)}; send each tensor whole or in parts"
+        raise PushError(text)
     missing = sorted(name for name in wanted.shapes if name not in names and name not in parts)
     missing += [
         next(part for part in spellings.parts(name) if part not in came)

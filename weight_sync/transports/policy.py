@@ -50,9 +50,9 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("push by disk from %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
-                f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user "
-                "may write them. The worker's log has the cause"
+                f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that "
+                f"folder. If not, the folder and its files must belong to the worker's user (uid {os.geteuid()}), and "
+                "no other user may write them. The worker's log has the cause"
             ) from None
 
     def check_writable(self, folder: str) -> None:

@@ -33,8 +33,8 @@ def test_each_stack_may_come_whole_or_in_parts(names: list[str]) -> None:
         ([*UP, *DOWN[1:]], "missing: l.0.e.0.c; push every"),
         ([*UP[:5], "l.0.down"], "missing: l.0.e.2.b; push every"),
         ([*DOWN], "missing: l.0.up; push every"),
-        ([*UP, *DOWN, "l.0.up"], "both whole and in parts: l.0.up; leave one out"),
-        (["l.0.up", UP[3], *DOWN], "both whole and in parts: l.0.up; leave one out"),
+        ([*UP, *DOWN, "l.0.up"], "both whole and in parts: l.0.up; send each tensor whole"),
+        (["l.0.up", UP[3], *DOWN], "both whole and in parts: l.0.up; send each tensor whole"),
     ],
 )
 def test_missing_and_doubled_parameters_are_named(names: list[str], message: str) -> None:

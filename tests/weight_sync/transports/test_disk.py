@@ -187,9 +187,9 @@ FOREIGN_FAULTS = {
 def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: Path | str | None, cause: str) -> None:
     """Assert that the error's text hides the cause, that the log has the cause, and that no file stays open."""
     expected = (
-        f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
-        f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user may "
-        "write them. The worker's log has the cause"
+        f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that folder. "
+        f"If not, the folder and its files must belong to the worker's user (uid {os.geteuid()}), and no other user "
+        "may write them. The worker's log has the cause"
     )
     before = open_files()
     with caplog.at_level(logging.WARNING), pytest.raises(PushError, match=f"^{re.escape(expected)}$"):
@@ -316,7 +316,7 @@ def test_a_worker_reads_pushes_inside_its_push_folder(folder: Path, tmp_path: Pa
     folder.chmod(0o775)
     with serving(FakeEngine(), push_folder=str(folder.parent)) as running, RawClient(running.address) as client:
         reply = begin_push(client, outside)
-        assert reply["code"] == "push_failed" and "inside the worker's --push-folder" in reply["message"]
+        assert reply["code"] == "push_failed" and "the worker has --push-folder" in reply["message"]
         assert begin_push(client, folder)["phase"] == "begun"
 
 
