@@ -79,6 +79,8 @@ class EngineConfig(BaseModel):
     state_budget: int | None = Field(default=None, ge=0)
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
+    speculative: Literal["off", "ngram"] = "off"
+    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:

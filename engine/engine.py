@@ -26,6 +26,9 @@ from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
 from .config import EngineConfig
+from .drafting.drafter import Drafter
+from .drafting.drafting import Drafting
+from .drafting.repeats import RepeatsDrafter
 from .outputs.open_requests import Commit, OpenScore
 from .pipeline import Ledger, Pipeline
 from .request import InFlight, Output, Request, SampleDelta, Tag
@@ -44,7 +47,9 @@ class Engine:
     engines.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config) if loaded is None else loaded
@@ -52,7 +57,8 @@ class Engine:
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
-        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger)
+        drafting = _new_drafting(config, self.info, drafter)
+        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, drafting)
 
     @property
     def info(self) -> EngineInfo:
@@ -218,6 +224,12 @@ class Engine:
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
+
+
+def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
+    if drafter is None and config.speculative == "ngram":
+        drafter = RepeatsDrafter()
+    return None if drafter is None else Drafting(drafter, config.num_speculative_tokens, info.vocab_size)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

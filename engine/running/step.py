@@ -85,7 +85,8 @@ class Step:
     `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the indices of tokens that are not known yet, and for
     each the lane for which the previous step draws it. `query_starts` [N + 1], `context_lens` [N]: as in
     `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers.
-    `records_routes`: whether the chosen experts are recorded for some of the tokens.
+    `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether the chosen experts are
+    recorded for some of the tokens.
 
     These have one array for each window of the model's layers: `slots` [M]: the places in the cache to which the KV of
     the tokens is written. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
@@ -103,6 +104,7 @@ class Step:
     block_copies: Sequence[np.ndarray]
     draws: Draws
     scores: Sequence[ScoredRows]
+    drafted: np.ndarray
     records_routes: bool = False
 
 
@@ -134,6 +136,7 @@ def plan_step(
         block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
+        drafted=_drafted(chunks, ends),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
@@ -143,16 +146,29 @@ def _pairs(copies: Mapping[int, int]) -> np.ndarray:
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone."""
+    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone.
+
+    Drafted tokens follow the tokens of a sequence.
+    """
     is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)
     token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
     for i in np.flatnonzero(~is_last).tolist():
         start, end = int(chunks.starts[i]), int(chunks.ends[i])
-        token_ids[ends[i] - (end - start) : ends[i]] = chunks.sequences[i].tokens[start:end]
+        drafts = chunks.drafts.get(int(chunks.lanes[i]), ())
+        place = int(ends[i]) - len(drafts)
+        token_ids[ends[i] - (end - start) : place] = chunks.sequences[i].tokens[start : end - len(drafts)]
+        token_ids[place : ends[i]] = drafts
     has_unseen = lanes.has_unseen[of_last]
     return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
+
+
+def _drafted(chunks: Chunks, ends: np.ndarray) -> np.ndarray:
+    """Return the indices of drafted tokens. `ends`: int64 [N], the end of the rows of each chunk."""
+    counts = chunks.num_drafted
+    before = np.concatenate([np.arange(-count, 0) for count in counts[counts > 0].tolist()] or [np.empty(0, np.int64)])
+    return ends.repeat(counts) + before
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
