@@ -47,9 +47,7 @@ class Engine:
     engines.
     """
 
-    def __init__(
-        self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config) if loaded is None else loaded
@@ -227,9 +225,10 @@ class Engine:
 
 
 def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
+    most, adapts = config.num_speculative_tokens, drafter is None
     if drafter is None and config.speculative == "ngram":
         drafter = RepeatsDrafter()
-    return None if drafter is None else Drafting(drafter, config.num_speculative_tokens, info.vocab_size)
+    return None if drafter is None else Drafting(drafter, most, info.vocab_size, adapts)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

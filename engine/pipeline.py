@@ -12,6 +12,7 @@ each token. It does not own the computation (`running.executor`) or the choice o
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class _QueuedStep:
     chunks: Chunks
     takers: Takers
     computation: Computation
+    started: float
 
     def kept(self, counts: np.ndarray) -> Chunks:
         """Return the chunks without rejected drafts. `counts`: int64, the number of draws that each decode takes."""
@@ -204,6 +206,9 @@ class Pipeline:
         self._scheduler.publish(kept)
         scores = zip(queued.takers.scores, results.scores, strict=True)
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
+        if self._drafting is not None:
+            rows = int((queued.chunks.ends - queued.chunks.starts).sum())
+            self._drafting.costs.record(rows, time.monotonic() - queued.started)
         outputs += [self._end(queued.takers, owner, reason) for owner, reason in ended]
         return outputs if drawn is None else outputs + self._begin(queued, drawn)
 
@@ -222,7 +227,7 @@ class Pipeline:
 
     def _launch(self, chunks: Chunks) -> _QueuedStep:
         """Queue a step on the device, behind the step in flight."""
-        lanes = self._scheduler.running.lanes
+        started, lanes = time.monotonic(), self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
@@ -230,7 +235,7 @@ class Pipeline:
         self.steps += 1
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
-        return _QueuedStep(chunks, takers, computation)
+        return _QueuedStep(chunks, takers, computation, started)
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens of the queued step that the next step computes before the host sees them."""

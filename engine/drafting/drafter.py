@@ -5,9 +5,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..scheduling.sequence import Sequence
+
+
+class Draft(NamedTuple):
+    """Guesses of the next tokens of a sequence.
+
+    `chances`: for each token the estimated chance that it is right if the tokens before it are.
+    """
+
+    tokens: AnySequence[int]
+    chances: AnySequence[float]
+
+
+NO_DRAFT = Draft((), ())
 
 
 class Drafter(Protocol):
@@ -15,8 +28,8 @@ class Drafter(Protocol):
 
     name: str
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> AnySequence[int]:
-        """Return at most `most` guesses of the tokens that follow a running sequence, likely ones first in order.
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+        """Guess at most `most` tokens that follow the tokens of a running sequence.
 
         `seed`: the seed of the sequence's only sample.
         """
@@ -38,8 +51,9 @@ class FunctionDrafter:
     def __init__(self, function: Callable[[array[int], int], AnySequence[int]]) -> None:
         self._function = function
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> AnySequence[int]:
-        return self._function(sequence.tokens, most)
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+        tokens = self._function(sequence.tokens, most)
+        return Draft(tokens, [1.0] * len(tokens))
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """Do nothing: the function has its own memory, if any."""

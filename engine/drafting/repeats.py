@@ -21,12 +21,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..scheduling.sequence import Sequence
+from .drafter import Draft
 
 LONGEST_MATCH = 10
+_DECAY = 0.95
 _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
 """The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
@@ -35,23 +38,68 @@ _OVERHEAD_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 1024, 12, 110  # of an index, of a 
 DEFAULT_BUDGET = 64 * 2**20
 
 
+class Odds:
+    """How often a match of each length predicted the next token. Length 0: an earlier sample of the same seed did.
+
+    Begins with the expectation of `prior`, or with 0.5.
+    """
+
+    def __init__(self, prior: Odds | None = None) -> None:
+        self._prior = prior
+        self._right, self._tried = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
+
+    def chance(self, length: int) -> float:
+        """Return the chance that the next token is predicted."""
+        prior = 0.5 if self._prior is None else self._prior.chance(length)
+        return (self._right[length] + 2 * prior) / (self._tried[length] + 2)
+
+    def record(self, length: int, is_right: bool) -> None:
+        """Record a prediction. Earlier ones count less."""
+        self._right[length] = _DECAY * self._right[length] + is_right
+        self._tried[length] = _DECAY * self._tried[length] + 1
+        if self._prior is not None:
+            self._prior.record(length, is_right)
+
+
+class Guess(NamedTuple):
+    """Predicted tokens, and the length of the match from which they follow; 0: from a sample of the same seed."""
+
+    tokens: AnySequence[int]
+    length: int
+
+    def lengths(self) -> list[int]:
+        """Return for each token the length of the match before it."""
+        return [min(self.length + i, LONGEST_MATCH) if self.length else 0 for i in range(len(self.tokens))]
+
+
 @dataclass(eq=False, slots=True)
 class Text:
     """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair, or -1.
 
-    `start`: the index of the first token that does not belong to the prompt.
+    `start`: the index of the first token that does not belong to the prompt. `odds`: of the predictions of these tokens.
+    `guess`: the last prediction.
     """
 
     number: int
+    odds: Odds
     start: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"))
     links: array[int] = field(default_factory=lambda: array("q"))
+    guess: Guess = Guess((), 0)
+
+    def judge(self, tokens: AnySequence[int]) -> None:
+        """Compare the last prediction with the tokens that followed."""
+        for guessed, token, length in zip(self.guess.tokens, tokens, self.guess.lengths(), strict=False):
+            self.odds.record(length, guessed == token)
+            if guessed != token:
+                break
 
 
 class PromptIndex:
     """The tokens of a prompt and of its samples. A place is `text number << 32 | index` of a token."""
 
-    def __init__(self, prompt: array[int]) -> None:
+    def __init__(self, prompt: array[int], odds: Odds) -> None:
+        self._odds = odds
         self._texts: list[Text] = []
         self._latest: dict[int, int] = {}
         self._running: dict[Sequence, Text] = {}
@@ -65,10 +113,11 @@ class PromptIndex:
         """The approximate memory of the index."""
         return _OVERHEAD_BYTES + _TOKEN_BYTES * self._num_tokens + _PAIR_BYTES * len(self._latest)
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> AnySequence[int]:
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         """See `Drafter.draft`."""
         text = self._read(sequence)
-        return self._from_seed(text, seed, most) or self._from_match(text, most)
+        text.guess = self._from_seed(text, seed, most) or self._from_match(text, most) or Guess((), 0)
+        return Draft(text.guess.tokens, [text.odds.chance(length) for length in text.guess.lengths()])
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """See `Drafter.end`."""
@@ -85,11 +134,13 @@ class PromptIndex:
             text.tokens.extend(tail)
             text.links.extend([-1] * len(tail))
             text.start = len(tail)
-        self._extend(text, sequence.tokens[known + len(text.tokens) - text.start :])
+        new = sequence.tokens[known + len(text.tokens) - text.start :]
+        text.judge(new)
+        self._extend(text, new)
         return text
 
     def _add_text(self) -> Text:
-        self._texts.append(Text(len(self._texts)))
+        self._texts.append(Text(len(self._texts), Odds(self._odds)))
         return self._texts[-1]
 
     def _extend(self, text: Text, tokens: array[int]) -> None:
@@ -103,17 +154,17 @@ class PromptIndex:
             latest[pair] = base | place
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
-    def _from_seed(self, text: Text, seed: int, most: int) -> AnySequence[int]:
-        """Return the next tokens of the earlier sample with this seed, if the last tokens are equal."""
+    def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
+        """Guess the next tokens of the earlier sample with this seed, if the last tokens are equal."""
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
-            return ()
-        return twin.tokens[end : end + most]
+            return None
+        return Guess(twin.tokens[end : end + most], 0)
 
-    def _from_match(self, text: Text, most: int) -> AnySequence[int]:
-        """Return the tokens after the longest match of the last tokens, the latest one among equal lengths."""
+    def _from_match(self, text: Text, most: int) -> Guess | None:
+        """Guess the tokens after the longest match of the last tokens, the latest one among equal lengths."""
         if len(text.tokens) < 2:
-            return ()
+            return None
         tail = text.tokens[-LONGEST_MATCH:]
         place, best, longest = self._latest.get(tail[-2] << _BITS | tail[-1], -1), -1, 0
         for _ in range(_MOST_COMPARED):
@@ -123,7 +174,9 @@ class PromptIndex:
             if (length := _common(found.tokens, index, tail)) > longest:
                 best, longest = place, length
             place = found.links[index]
-        return () if best < 0 else self._follow(self._texts[best >> _BITS], best & (1 << _BITS) - 1, text, most)
+        if best < 0:
+            return None
+        return Guess(self._follow(self._texts[best >> _BITS], best & (1 << _BITS) - 1, text, most), longest)
 
     def _follow(self, found: Text, index: int, text: Text, most: int) -> AnySequence[int]:
         drafts = found.tokens[index : index + most]
@@ -141,11 +194,11 @@ class RepeatsDrafter:
 
     def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
         self.num_bytes = 0
-        self._budget = budget
+        self._budget, self._odds = budget, Odds()
         self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
         self._keys: dict[Sequence, bytes] = {}
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> AnySequence[int]:
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         index = self._index_of(sequence)
         before = index.num_bytes
         drafts = index.draft(sequence, seed, most)
@@ -165,7 +218,7 @@ class RepeatsDrafter:
             key = self._keys[sequence] = _key_of(sequence)
         index = self._indexes.get(key)
         if index is None:
-            index = self._indexes[key] = PromptIndex(sequence.tokens[: sequence.num_prompt_tokens])
+            index = self._indexes[key] = PromptIndex(sequence.tokens[: sequence.num_prompt_tokens], self._odds)
             self.num_bytes += index.num_bytes
         self._indexes.move_to_end(key)
         return index

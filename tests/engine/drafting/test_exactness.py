@@ -54,7 +54,9 @@ def requests(has_experts: bool) -> list[GenerateRequest]:
         generate("hot", tokens(17, seed=5), temperature=1.5, max_tokens=33, top_logprobs=3, logprobs="raw"),
         generate("tops", tokens(9, seed=6), temperature=0.7, max_tokens=21, top_logprobs=4, **filters),
         generate("one", tokens(40, seed=7), temperature=1.0, max_tokens=1),
-        generate("bans", tokens(5, seed=8), temperature=1.0, max_tokens=40, min_tokens=25, stop_token_ids=[*range(300)]),
+        generate(
+            "bans", tokens(5, seed=8), temperature=1.0, max_tokens=40, min_tokens=25, stop_token_ids=[*range(300)]
+        ),
         generate("routes", tokens(21, seed=9), n=2, max_tokens=24, return_routed_experts=has_experts),
     ]
 
