@@ -1,6 +1,6 @@
-"""A drafter that repeats: it finds the last tokens of a sequence earlier in its prompt, in itself, or in its siblings.
+"""A drafter of repeats. It finds the last tokens of a sequence in its prompt, in its samples, or earlier in itself.
 
-`PromptIndex` holds the tokens of one prompt and of its samples: running ones, and earlier ones, also of earlier weights.
+`PromptIndex` holds the tokens of one prompt and of its samples, running and finished, also those of earlier weights.
 `RepeatsDrafter` owns the indexes within a budget of bytes, and drops the index that was used least recently. Prompts
 are told apart as in the prefix cache: by their tokens, their salt and their content spans. An index holds tokens only,
 so that a commit of weights or a sleep leaves it alone.
@@ -76,7 +76,7 @@ class Guess(NamedTuple):
 class Text:
     """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair, or -1.
 
-    `start`: the index of the first token that does not belong to the prompt. `odds`: of the predictions of these tokens.
+    `start`: the index of the first token that does not belong to the prompt. `odds`: the odds of its predictions.
     `guess`: the last prediction.
     """
 
@@ -235,7 +235,7 @@ def _key_of(sequence: Sequence) -> bytes:
     spans, prompt = sequence.chain.spans, sequence.tokens[: sequence.num_prompt_tokens]
     found = hashlib.blake2b(b"%d %d " % (len(spans), len(prompt)), digest_size=32)
     for span in spans:
-        found.update(b"%d %d " % (span.start, span.end) + span.hash)
+        found.update(b"%d %d " % (span.start, span.end) + span.content_hash)
     found.update(prompt)
     found.update(sequence.chain.salt)
     return found.digest()

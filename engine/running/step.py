@@ -85,8 +85,8 @@ class Step:
     `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the indices of tokens that are not known yet, and for
     each the lane for which the previous step draws it. `query_starts` [N + 1], `context_lens` [N]: as in
     `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers.
-    `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether the chosen experts are
-    recorded for some of the tokens.
+    `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether the chosen experts
+    are recorded for some of the tokens.
 
     These have one array for each window of the model's layers: `slots` [M]: the places in the cache to which the KV of
     the tokens is written. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
