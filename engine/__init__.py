@@ -1,5 +1,5 @@
-"""The generation engine: requests in, samples out, one step at a time.
+"""The generation engine: takes requests, computes them one step at a time, and returns samples.
 
-Owns everything between an accepted request and its output. Does not own sockets, users, or the origin of new weights.
-`engine.engine` joins its parts.
+Owns everything between an accepted request and its output. Does not own sockets, users, or the source of new weights.
+`engine.engine` connects the parts of this package.
 """

@@ -1,7 +1,7 @@
-"""Admission of requests: check them, open their samples, and find or create the sequence that computes their prompt.
+"""Admission: checks each request, opens its samples, and finds or creates the sequence that computes its prompt.
 
-Owns the conditions under which a request can be served, and the order of arrival. A rejected request changes nothing.
-An accepted request is in the ledger and in the scheduler.
+Owns the checks that decide whether a request can be served, and the order of arrival. A rejected request changes
+nothing. An accepted request is in the ledger and in the scheduler when `add` returns.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from .scheduling.sequence import Generation, Sequence
 class Admission:
     """Adds requests to `ledger` and `scheduler`.
 
-    `model`: the model's folder; its tokenizer finds stop strings. `num_added`: the number of requests added so far.
-    `joined_tokens`: prompt tokens of requests that joined the running computation of the same prompt.
+    `model`: the model's folder, with the tokenizer that is used to find stop strings. `num_added`: the number of
+    requests added so far. `joined_tokens`: prompt tokens of requests that joined another request's computation of the
+    same prompt.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Admission:
         self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raise InvalidRequestError if the request could never be served; nothing changes then."""
+        """Accept a request. Raise InvalidRequestError, with nothing changed, if the request can never be served."""
         if request.id in self._ledger.open:
-            text = f"request id {request.id!r} is already in use by a running request"
+            text = f"an unfinished request already has the id {request.id!r}; use another id"
             raise InvalidRequestError(text, field="id", value=request.id)
         if isinstance(request, ScoreRequest):
             self._add_score(request)
@@ -71,7 +72,7 @@ class Admission:
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with `max_tokens` set. Raise InvalidRequestError if it cannot be served."""
+        """Return the request with `max_tokens` set. Raise InvalidRequestError if the request cannot be served."""
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
@@ -122,7 +123,10 @@ class Admission:
         return watch
 
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
-        """Return the sequence that computes the prompt: one that already does so for another request, or a new one."""
+        """Return the sequence that computes the prompt.
+
+        If a sequence of another request computes the same prompt, join the sequence. Otherwise, make a new sequence.
+        """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
         running = self._prompts.find(prompt, chain)
@@ -151,7 +155,7 @@ class Admission:
         self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
-        # The last token is only scored, never fed.
+        # The last token is scored but never fed to the model.
         tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
         chain = self._scheduler.cache.identity.new_chain(
             request.cache_salt, request.spans, request.return_routed_experts
@@ -171,7 +175,10 @@ class Admission:
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
-    """Return the vocabulary of a model folder. Without one, return the error text for requests with stop strings."""
+    """Return the vocabulary of a model folder.
+
+    If the vocabulary cannot be loaded, return the error text for requests with stop strings.
+    """
     try:
         return load_vocabulary(folder)
     except InvalidRequestError as error:
@@ -185,14 +192,14 @@ def _ending_tokens(params: SamplingParams, info: EngineInfo) -> frozenset[int]:
 def _check_prior(request: GenerateRequest) -> None:
     if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
         raise InvalidRequestError(
-            f"num_prior_tokens must be at most {most}, the length of the prompt (got {request.num_prior_tokens})",
+            f"num_prior_tokens must not exceed the prompt's {most} tokens (got {request.num_prior_tokens})",
             field="num_prior_tokens",
             value=request.num_prior_tokens,
             limit=most,
         )
     if request.num_prior_tokens and request.params.n > 1:
         raise InvalidRequestError(
-            f"num_prior_tokens continues one sample and requires n = 1 (got n = {request.params.n})",
+            f"num_prior_tokens requires n = 1, because it continues a single sample (got n = {request.params.n})",
             field="n",
             value=request.params.n,
             limit=1,
@@ -213,7 +220,7 @@ def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: Engine
 def _check_top_logprobs(k: int | None, info: EngineInfo) -> None:
     if k is not None and k > info.vocab_size:
         raise InvalidRequestError(
-            f"top_logprobs must be at most {info.vocab_size}, the size of the vocabulary (got {k})",
+            f"top_logprobs must not exceed the vocabulary's {info.vocab_size} tokens (got {k})",
             field="top_logprobs",
             value=k,
             limit=info.vocab_size,
@@ -232,7 +239,7 @@ def _check_experts(records: bool, info: EngineInfo) -> None:
 def _check_some_go_on(ending_tokens: frozenset[int], info: EngineInfo) -> None:
     if len(ending_tokens) == info.vocab_size:
         raise InvalidRequestError(
-            f"min_tokens is set, but each of the {info.vocab_size} token ids ends a sample, by stop_token_ids or as an "
-            "end-of-sequence token; give fewer stop_token_ids, or set min_tokens to 0",
+            f"min_tokens cannot be reached, because each of the {info.vocab_size} token ids ends a sample (as a stop "
+            "token or an end-of-sequence token); give fewer stop_token_ids, or set min_tokens to 0",
             field="min_tokens",
         )

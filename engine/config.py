@@ -1,6 +1,6 @@
-"""The engine's configuration: every setting, its range and its default, frozen and validated once.
+"""The engine's configuration: every setting, its range and its default, validated once and immutable.
 
-Imports no torch, so that the command line can check settings before it loads anything.
+This module does not import torch, so that the command line can check settings before it loads a model.
 """
 
 from __future__ import annotations
@@ -40,25 +40,28 @@ class EngineConfig(BaseModel):
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
-    float32 if config.json names none; weights stored in another dtype are converted. `backend`: `auto` is `cpu`, or
-    `triton` on a GPU, if that backend can serve the model; otherwise `reference`.
+    float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` is `triton` on
+    a GPU and `cpu` elsewhere; if that backend cannot serve the model, `auto` is `reference`.
 
-    `block_size`: tokens per KV block; even, because native kernels store tokens in pairs. The KV cache has `num_blocks`
-    blocks, or as many as fit beside the recurrent states in `kv_memory` bytes, or as many as fit in the share
-    `kv_memory_fraction` of the available memory. If none of these is set, the cache holds `max_num_seqs` sequences of
-    `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25 on a CPU. On a GPU,
-    available memory is the free memory beside the weights, the largest step and the CUDA graphs.
+    `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
+    `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of
+    blocks. `kv_memory`: the bytes for blocks and recurrent states. `kv_memory_fraction`: the memory for blocks and
+    recurrent states, as a fraction of the available memory. By default, the cache holds `max_num_seqs` sequences of
+    `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25 on a CPU. On a GPU, the
+    available memory is the memory that remains free after weights, CUDA graphs and the largest step are allocated.
 
-    `max_num_seqs`: the most samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
+    `max_num_seqs`: the maximum number of sequences that run at the same time; None: 256 on a GPU, 64 on a CPU.
     `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU.
 
-    The following three are for models with recurrent layers. `state_interval`: tokens between the state checkpoints of
-    a prompt, from which prefixes are resumed; None: an interval at which checkpoints take no more memory than the
-    blocks between them. `decode_state_interval`: tokens between state checkpoints while decoding; 0: no checkpoints.
-    `state_budget`: the most checkpoints held at a time; None: one per `state_interval` tokens of the blocks.
+    `state_interval`, `decode_state_interval` and `state_budget` apply only to models with recurrent layers.
+    `state_interval`: the number of tokens between the state checkpoints of a prompt. Cached prefixes are resumed from
+    checkpoints. With None, the interval is chosen so that a checkpoint takes at most as much memory as the blocks
+    between two checkpoints. `decode_state_interval`: tokens between state checkpoints while decoding; 0: no
+    checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every `state_interval`
+    tokens of KV cache.
 
-    `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: threads of torch; None: torch's
-    choice.
+    `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
+    uses; None: torch's default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -97,7 +100,9 @@ class EngineConfig(BaseModel):
     def _combinations_work(self) -> EngineConfig:
         sizes = ("num_blocks", "kv_memory", "kv_memory_fraction")
         if len(given := [name for name in sizes if getattr(self, name) is not None]) > 1:
-            raise ValueError(f"{' and '.join(given)} set the same thing; give at most one of {', '.join(sizes)}")
+            raise ValueError(
+                f"{' and '.join(given)} are alternative sizes of the KV cache; set at most one of {', '.join(sizes)}"
+            )
         for name in ("state_interval", "decode_state_interval"):
             if (interval := getattr(self, name)) and interval % self.block_size:
                 raise ConfigError(

@@ -1,19 +1,20 @@
 """The engine: requests in, finished samples out, one `step` at a time.
 
-Joins the parts of the engine: `admission` accepts requests, `pipeline` holds the open requests and computes them step
-by step, and `running.executor` runs the computation. Owns the order in which weights, memory and requests change
-together. One thread owns the engine; there are no locks.
+Connects the parts of the engine. `admission` accepts requests, `pipeline` tracks open requests and computes them step
+by step, and `running.executor` runs each step on the device. `Engine` owns the order of operations when weights, memory
+and requests change together. The engine has no locks: a single thread must make all calls.
 
 Promises:
 
-- Every request that `add` accepted is finished by exactly one output per sample (or one for a score), returned by
-  `step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`.
-- The deltas of a sample, concatenated, are a prefix of its output, to the bit.
-- A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set and dtype alone.
-- The weights that produced each token are recorded. No token is computed from KV of other weights.
-- A prompt that several samples or several requests share is computed once.
+- Every accepted request gets exactly one output per sample, or exactly one output if it is a score request. Outputs are
+  returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.
+- The concatenated deltas of a sample are a bitwise-identical prefix of the sample's output.
+- The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set and dtype.
+- The output records the version of the weights that produced each token. A token is never computed from KV of other
+  weights.
+- The engine computes a prompt once for all samples and requests that share the prompt.
 
-An exception from `step` is final: the engine's state is then undefined.
+After `step` has raised an exception, the state of the engine is undefined. Discard the engine.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from .stats import EngineStats
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
-    `loaded`: the result of `load_model` for the same model, dtype, device and backend. Pass it to share weights among
-    engines.
+    `loaded`: the result of `load_model` for the same model, dtype, device and backend. Pass a loaded model to share
+    weights among engines.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
@@ -60,7 +61,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """The served model and the memory it uses."""
+        """The properties and limits of the engine."""
         return self._executor.info
 
     @property
@@ -79,36 +80,36 @@ class Engine:
         return bool(self._ledger.open)
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raise InvalidRequestError if the request could never be served; nothing changes then."""
+        """Accept a request. Raise InvalidRequestError, with nothing changed, if the request can never be served."""
         self._admission.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """End a score, one sample, or all unfinished samples of a request. Return their outputs.
+        """Abort a score, one sample, or all unfinished samples of a request, and return the outputs.
 
-        An aborted sample keeps its current tokens, an aborted score has no log-probs. Raise UnknownRequestError if the
-        score or the samples are not running.
+        The output of an aborted sample has the tokens drawn so far. The output of an aborted score has no log-probs.
+        Raise UnknownRequestError if no such score or sample is unfinished.
         """
         return [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
 
     def stream(self, request_id: str) -> None:
-        """Make `take_deltas` report the growth of a request's samples, beginning with their current tokens.
+        """Make `take_deltas` return the tokens of a request's samples, including the tokens drawn so far.
 
         Raise UnknownRequestError if the request has no unfinished samples.
         """
         self._ledger.grown.follow(self._ledger.samples_of(request_id))
 
     def take_deltas(self) -> list[SampleDelta]:
-        """Return the new tokens of the unfinished samples of streamed requests, since the last call.
+        """Return the tokens drawn since the last call, for the unfinished samples of streamed requests.
 
-        The last tokens of a finished sample are in its output.
+        The last tokens of a finished sample appear only in the sample's output.
         """
         return self._ledger.grown.take(self._ledger.is_open)
 
     def step(self) -> list[Output]:
-        """Compute one chunk of every scheduled sequence, draw the next tokens, and return finished outputs.
+        """Compute one chunk of every scheduled sequence, draw the next tokens, and return complete outputs.
 
-        On a GPU, queue this step, wait for the previous step and return the outputs of the previous step. If no request
-        is open then, wait for both steps.
+        On a GPU, queue this step, wait for the previous step and return the outputs of the previous step. If the
+        previous step finished the last open request, wait for this step, too.
         """
         return self._pipeline.step()
 
@@ -117,27 +118,32 @@ class Engine:
         return self._pipeline.settle()
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
-        """Serve the staged weights from the next step on. Return the outputs of the step in flight and of aborts.
+        """Use the staged weights from the next step on.
 
-        `in_flight`: what happens to running requests. `recompute`: they keep their tokens and their KV is computed
-        again, while scores restart. `abort`: they end with their current tokens. `drain`: there must be no unfinished
-        requests, running or waiting.
+        Return the outputs of the step in flight and of aborted requests.
 
-        Raise RuntimeError if `drain` finds unfinished requests, or while the weights sleep. Raise ValueError if the
-        staging is incomplete. In all these cases nothing changes.
+        `in_flight`: how to treat requests that have started. `recompute`: samples keep their tokens, but their KV is
+        computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
+        drained the engine, so no request may be unfinished, running or waiting.
+
+        Raise RuntimeError if a request is unfinished under `drain`, or if the weights sleep. Raise ValueError if the
+        staging is incomplete. A call that raises one of these errors changes nothing.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
-        outputs = self.settle()  # Its tokens were drawn with the old weights and carry the old version.
+        outputs = self.settle()  # These tokens were drawn with the old weights and are recorded with the old version.
         self._pipeline.commit = Commit(version)
         return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
-        """Release the memory of `tags` until `wake_up`. Return the same outputs as `commit_weights`.
+        """Release the memory of `tags` until `wake_up`.
 
-        `level`: 1 keeps the weights on the host; 2 drops them, so that a commit must follow the `wake_up`. Cached
-        prefixes are dropped in any case. `in_flight`: as in `commit_weights`; if only the weights sleep, requests under
-        `recompute` keep their blocks. Raise RuntimeError, with nothing changed, if `drain` finds unfinished requests.
+        Return the outputs of the step in flight and of aborted requests.
+
+        `level`: 1 keeps the weights in host memory; 2 drops the weights, so that new weights must be committed after
+        `wake_up`. Cached prefixes are dropped at both levels. `in_flight`: as in `commit_weights`. Under `recompute`,
+        running requests keep their KV blocks if only the weights sleep. Raise RuntimeError, with nothing changed, if a
+        request is unfinished under `drain`.
         """
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
@@ -149,17 +155,19 @@ class Engine:
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Reallocate the memory of `tags`. Weights that were dropped are incomplete until the next commit.
+        """Reallocate the memory of `tags`. Weights that `sleep` dropped are incomplete until the next commit.
 
-        Once nothing sleeps any more, CUDA graphs are captured again.
+        When no memory sleeps any more, the CUDA graphs are captured again.
         """
         self._executor.wake_up(tags)
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
-        """Drop cached prefixes and the blocks of all running sequences. Return the same outputs as `commit_weights`.
+        """Drop cached prefixes and the blocks of all running sequences.
 
-        `in_flight`: as in `commit_weights`. Raise RuntimeError, with nothing changed, if `drain` finds unfinished
-        requests.
+        Return the outputs of the step in flight and of aborted requests.
+
+        `in_flight`: as in `commit_weights`. Raise RuntimeError, with nothing changed, if a request is unfinished under
+        `drain`.
         """
         self._check_drained(in_flight)
         outputs = self.settle()
@@ -174,15 +182,15 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that weights and KV cache hold now, 0 for memory that sleeps or was dropped.
+        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes.
 
-        For a model with experts, `routed_experts` has the bytes of the recorded experts, on the host.
+        For a model with experts, `routed_experts` is the host memory, in bytes, of all recorded expert ids.
         """
         held, routes = self._executor.memory(), self._scheduler.routes
         return held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.route_bytes}
 
     def invalidate_prefix_cache(self) -> None:
-        """Prevent later requests from reusing KV that was computed until now. Running requests keep theirs."""
+        """Prevent later requests from reusing KV computed before this call. Running requests keep their KV."""
         self._scheduler.cache.invalidate()
         self._prompts.clear()
 
@@ -191,7 +199,7 @@ class Engine:
         self._scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
-        """Return the counters and the gauges of the current moment."""
+        """Return the current counters and gauges."""
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
         tables, states = scheduler.cache.tables, scheduler.running.states
         checkpoints = StateStats() if states is None else states.slots.stats
@@ -234,7 +242,7 @@ def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | Non
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     """Return a scheduler with an empty prefix cache.
 
-    When an entry leaves the cache, its state checkpoint and its routed experts are dropped, too.
+    An entry that leaves the cache loses its state checkpoint and its routed experts.
     """
     slots = StateSlots(info.num_slots, info.checkpoints) if info.live_states else None
     routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if info.num_experts else None

@@ -1,13 +1,12 @@
-"""Open requests and the life of a step: a step is planned and queued, then its results go to sequences and samples.
+"""The pipeline: plans and queues each step, then passes its results to the open requests.
 
-While a GPU computes one step, the host plans and queues the next step. A sequence that `max_tokens` does not end takes
-part in the next step with a token that the host has not seen yet. If that token turns out to end the sample, the
-sequence's row of the next step is discarded. On a CPU, a step is done before `step` returns.
+While a GPU computes one step, the host plans and queues the next step. The next step includes every sequence that has
+not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
+sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
 
-`Ledger` owns every accepted request from admission until its one output per sample, or its one output for a score.
-`Pipeline` owns the step in flight, the reason why a token ends a sample, and the version of the weights recorded with
-each token. It does not own the computation (`running.executor`) or the choice of the tokens to compute
-(`scheduling.scheduler`).
+`Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the step in flight, decides
+whether a token ends a sample, and records the version of the weights with each token. `Pipeline` does not own the
+computation (`running.executor`) or the choice of the tokens to compute (`scheduling.scheduler`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ Entry: TypeAlias = OpenSample | OpenScore
 class Ledger:
     """Open samples and scores, each with the sequence that computes it.
 
-    `open`: by request id, the unfinished samples by index, or the score. `routes`: the format of recorded experts, or
-    None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`: the number of finished
-    samples for each finish reason. `grown`: the growth of streamed samples.
+    `open`: maps the id of each request to its unfinished samples, by index, or to its score. `routes`: the format of
+    recorded experts, or None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`:
+    the number of finished samples for each finish reason. `grown`: the streamed samples with new tokens.
     """
 
     def __init__(self, routes: RouteFormat | None) -> None:
@@ -61,12 +60,12 @@ class Ledger:
         return self._sequences[entry]
 
     def open_samples(self, samples: AnySequence[OpenSample], sequence: Sequence) -> None:
-        """Open the samples of one request. `sequence`: the sequence that computes their prompt."""
+        """Open the samples of one request. `sequence`: the sequence that computes the prompt."""
         self.open[samples[0].request.id] = dict(enumerate(samples))
         self._sequences |= dict.fromkeys(samples, sequence)
 
     def open_score(self, score: OpenScore, sequence: Sequence) -> None:
-        """Open a score. `sequence`: the sequence that computes it."""
+        """Open a score. `sequence`: the sequence that computes the score."""
         self.open[score.request.id] = score
         self._sequences[score] = sequence
 
@@ -77,7 +76,7 @@ class Ledger:
     def find(self, request_id: str, index: int | None) -> list[Entry]:
         """Return the score, the sample with this index, or all unfinished samples of a request.
 
-        Raise UnknownRequestError if the score or the samples are not running.
+        Raise UnknownRequestError if no such score or sample is unfinished.
         """
         entry = self.open.get(request_id)
         if isinstance(entry, OpenScore) and index is None:
@@ -88,7 +87,10 @@ class Ledger:
         return [*entry.values()] if index is None else [entry[index]]
 
     def samples_of(self, request_id: str) -> list[OpenSample]:
-        """Return the unfinished samples of a request. Raise UnknownRequestError if the request has none."""
+        """Return the unfinished samples of a request.
+
+        Raise UnknownRequestError if the request has no unfinished samples.
+        """
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
             raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
@@ -106,7 +108,7 @@ class Ledger:
         return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
 
     def finish_score(self, score: OpenScore, reason: FinishReason, commit: Commit) -> ScoreOutput:
-        """End a scoring request and return its output. `commit`: the weights that computed the whole score."""
+        """End a score and return its output. `commit`: the weights that computed the score."""
         sequence = self._sequences.pop(score)
         del self.open[score.request.id]
         num_fed = sequence.num_tokens if reason == "stop" else 0
@@ -114,24 +116,27 @@ class Ledger:
 
     @property
     def route_bytes(self) -> int:
-        """The bytes of the routed experts recorded for open requests."""
+        """The host memory, in bytes, of the routed experts recorded for open requests."""
         records = [sequence.routes for sequence in set(self._sequences.values()) if sequence.routes is not None]
         shared = {id(routes.shared): len(routes.shared) for routes in records}
         return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
-        """Return the routed experts of the first `num_fed` tokens. None if not requested, or if no token was fed."""
+        """Return the routed experts of the first `num_fed` tokens.
+
+        Return None if routed experts were not requested, or if no token was fed to the model.
+        """
         if self.routes is None or sequence.routes is None or not num_fed:
             return None
         return self.routes.array(sequence.routes.rows(0, num_fed))
 
 
-_NOT_FINITE = "the logits of the drawn token are NaN or infinite; check the weights of the model"
+_NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
 
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step in flight, and the sequences and samples that take its results."""
+    """A step in flight, and the samples and scores that receive its results."""
 
     chunks: Chunks
     takers: Takers
@@ -238,7 +243,10 @@ class Pipeline:
         return _QueuedStep(chunks, takers, computation, started)
 
     def _expect(self, queued: _QueuedStep) -> None:
-        """Count the tokens of the queued step that the next step computes before the host sees them."""
+        """Count the tokens that the queued step draws, so that the next step can compute their KV.
+
+        The host sees these tokens only after it has queued the next step.
+        """
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes)
         for place, samples in takers.prompts:
@@ -317,7 +325,7 @@ class Pipeline:
         self._scheduler.finish(sequence)
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Append the first tokens to the samples of each prompt."""
+        """Append the first token to each sample of the computed prompts."""
         outputs, takers = list[Output](), queued.takers
         if not takers.prompts:
             return outputs
@@ -331,7 +339,7 @@ class Pipeline:
     def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
         """Append the drawn token to each sample.
 
-        The first sample that remains unfinished keeps the sequence. The other unfinished samples get forks.
+        Of the samples that continue, the first keeps the sequence and each of the others gets a fork.
         """
         ended: list[Output] = []
         going_on: list[OpenSample] = []
@@ -369,7 +377,7 @@ class Pipeline:
                 matched = sample.stop_strings.feed(token)
             except TokenizerError as error:
                 sample.error = (
-                    f"stop: the tokenizer failed on the text of token {token}: {error}; use stop_token_ids instead"
+                    f"stop: the tokenizer failed to decode token {token}: {error}; use stop_token_ids instead"
                 )
                 return "error"
         found = token if token in sample.ending_tokens else matched

@@ -1,12 +1,12 @@
-"""Requests, sampling parameters, outputs and their columns: everything that enters or leaves the engine.
+"""Requests, sampling parameters, outputs and their columns: every type that enters or leaves the engine.
 
-Owns the meaning and the range of every sampling parameter. Owns the table of columns, too: the values that are
-recorded for each token of a sample beside the token itself, such as its log-prob. All code that slices, joins or
-creates columns, from the engine to the front end, uses this table. To add a column, change only the fields of outputs,
-the message and the code that computes the column. Routed experts are not a column, because they are also recorded for
-the tokens of the prompt (`outputs.routes`).
+Owns the meaning and the range of every sampling parameter. Also owns the table of columns. A column is a value recorded
+for each token of a sample, such as the token's log-prob. All code that slices, joins or creates columns, from the
+engine to the front end, uses this table. To add a column, change only three places: the fields of outputs, the protocol
+message, and the code that computes the column. Routed experts are not a column, because they are also recorded for the
+tokens of the prompt (`outputs.routes`).
 
-Knows nothing about models, blocks or sockets. Imports no torch, so that clients share these types with the engine.
+Knows nothing about models, blocks or sockets. Does not import torch, so that clients can use these types without torch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A value that is recorded for each token. There is one object for each column.
+    """A value that is recorded for each token. Each column is a single object, compared by identity.
 
-    `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. A token has
-    one element, or `top_logprobs` elements if the column `is_listed`.
+    `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. Each token
+    has one element, or `top_logprobs` elements if `is_listed` is set.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Column:
     is_listed: bool = False
 
     def shape(self, rows: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the column for `rows` tokens, with `k` elements per token if it is listed."""
+        """Return the shape of the column for `rows` tokens. `k`: the elements per token of a listed column."""
         return (rows, k) if self.is_listed else (rows,)
 
     def num_bytes(self, k: int) -> int:
-        """Return the bytes per token, with `k` elements per token if the column is listed."""
+        """Return the bytes per token. `k`: the elements per token of a listed column."""
         return np.dtype(self.dtype).itemsize * (k if self.is_listed else 1)
 
 
@@ -53,11 +53,11 @@ TOKENS = Column("token_ids", "<i4")
 """The token ids themselves, for code that stores them next to the columns."""
 LOGPROBS = Column("logprobs", "<f4")
 TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", True), Column("top_logprobs", "<f4", True))
-"""The columns that `top_logprobs` requests."""
+"""The columns that a request gets by setting `top_logprobs`."""
 COLUMNS = (LOGPROBS, *TOPS)
 
 Columns: TypeAlias = dict[str, np.ndarray]
-"""Columns of the same tokens, by name, in the order of `COLUMNS`."""
+"""The columns of the same tokens, by name, in the order of `COLUMNS`."""
 
 
 def columns_of(output: Any) -> Columns:
@@ -67,7 +67,7 @@ def columns_of(output: Any) -> Columns:
 
 
 def as_fields(columns: Columns) -> dict[str, Any]:
-    """Return columns as the fields of an output. Missing columns are None."""
+    """Return columns as the fields of an output. Fields of missing columns are None."""
     return {column.name: columns.get(column.name) for column in COLUMNS}
 
 
@@ -83,7 +83,7 @@ def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
-    """Concatenate the columns of some tokens with the same columns of the tokens that follow."""
+    """Concatenate the columns of two adjacent ranges of tokens. `rest`: the same columns for the later tokens."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
 
@@ -96,7 +96,7 @@ class GrowingColumns:
         self._content = [bytearray() for _ in columns]
 
     def append(self, values: Sequence[bytes]) -> None:
-        """Append a token, given its bytes for each column."""
+        """Append a token. `values`: the token's bytes for each column."""
         self._num_tokens += 1
         for content, value in zip(self._content, values, strict=True):
             content += value
@@ -132,18 +132,19 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 
 
 def plain(value: Any) -> Any:
-    """Turn a numpy scalar into a Python value, so that strict validation accepts it. Return other values unchanged."""
+    """Convert a numpy scalar to a Python value, which strict validation accepts. Return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 class Distribution(BaseModel):
     """The distribution from which a token is drawn: the model's logits, a temperature, then filters.
 
-    `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is taken, the lowest
-    id among equal ones, and log-probs are those of the model's own distribution. `top_k` (-1: off) keeps the k highest
-    logits; among equal ones the lower ids win. `top_p` keeps the shortest list of most probable tokens with a total
-    probability of at least p. `min_p` drops tokens with a probability below min_p times the highest probability.
-    Filters apply in this order, each to the tokens that the previous one kept.
+    `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen. Among
+    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. `top_k` (-1:
+    off) keeps the k tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
+    set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
+    min_p times the highest probability. The filters apply in this order, and each filter sees only the tokens that the
+    previous filter kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -154,9 +155,9 @@ class Distribution(BaseModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
 
     def __init__(self, /, **values: Any) -> None:
-        """Raise InvalidRequestError if parameters are unknown, of a wrong type or out of range.
+        """Raise InvalidRequestError if a parameter is unknown, has the wrong type, or is out of range.
 
-        The error describes the first few of these parameters and counts the others.
+        The error describes the first few faults and counts the remaining ones.
         """
         try:
             super().__init__(**{name: plain(value) for name, value in values.items()})
@@ -171,17 +172,17 @@ class Distribution(BaseModel):
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether sampling takes the most probable token, without a draw."""
+        """Return whether the most probable token is chosen without random sampling."""
         return self.temperature == 0.0
 
     @property
     def has_filters(self) -> bool:
-        """Return whether a filter can drop tokens before the draw."""
+        """Return whether a filter is on, so that tokens may be dropped before the draw."""
         return bool(self._filters)
 
     @property
     def _filters(self) -> list[str]:
-        """The names of the parameters that can drop a token."""
+        """The names of the filters that are on."""
         is_on = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
         return [] if self.is_greedy else [name for name, drops in is_on.items() if drops]
 
@@ -189,20 +190,21 @@ class Distribution(BaseModel):
 class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be numpy scalars.
 
-    `seed`: the seed of the request; None lets the worker use `seed_of`. Sample i uses `derive_seed(seed, i)`.
+    `seed`: the seed of the request; with None, the worker uses `seed_of`. Sample i uses `derive_seed(seed, i)`.
 
     A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
-    string or several). None of these end it before `min_tokens`. The tokens that ended the sample are part of it.
-    End-of-sequence tokens are the ones named by generation_config.json, config.json or the tokenizer; `health` returns
-    them as `engine["eos_token_ids"]`. With `ignore_eos` they do not end a sample. `max_tokens` is the most tokens a
-    sample gets; None lets it continue to the end of the model's context.
+    string or several). Before a sample has `min_tokens` tokens, no end-of-sequence token, stop token or stop string
+    ends it. The output includes the tokens that ended the sample. The end-of-sequence tokens are listed in
+    generation_config.json, config.json or the tokenizer; `health` returns them as `engine["eos_token_ids"]`. With
+    `ignore_eos`, end-of-sequence tokens do not end a sample. `max_tokens` limits the tokens of a sample; with None, a
+    sample may fill the model's context.
 
-    `logprobs`: the distribution of the log-probs: `processed` (after temperature and filters, which is the distribution
-    of the draw), `temperature` (after temperature alone), `raw` (the model's own), or None for no log-probs.
-    `top_logprobs`: the number of most probable tokens to record for each token, with the entropy of that distribution;
-    0 records the entropy alone, None records neither. `return_routed_experts`: record the experts that a mixture of
-    experts chose for each token, including the tokens of the prompt. `cache_salt`: requests reuse prefixes only of
-    requests with the same salt.
+    `logprobs`: the distribution to which the log-probs refer. `processed`: the distribution of the draw, after
+    temperature and filters. `temperature`: after temperature, without filters. `raw`: the model's own distribution.
+    None: no log-probs. `top_logprobs`: how many of the most probable tokens to record for each token of the sample,
+    together with the entropy of the distribution; 0 records only the entropy, None records neither.
+    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
+    experts. `cache_salt`: a request reuses cached prefixes only of requests with the same salt.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -250,8 +252,8 @@ class SamplingParams(Distribution):
     def _top_logprobs_have_a_distribution(self) -> SamplingParams:
         if self.top_logprobs is not None and self.logprobs is None:
             raise InvalidRequestError(
-                f"top_logprobs must be None if logprobs is None (got {self.top_logprobs}); set logprobs to the "
-                "distribution you want",
+                f"top_logprobs requires logprobs, but logprobs is None (got top_logprobs = {self.top_logprobs}); set "
+                "logprobs to the distribution you want, or top_logprobs to None",
                 field="top_logprobs",
                 value=self.top_logprobs,
             )
@@ -259,23 +261,24 @@ class SamplingParams(Distribution):
 
     @property
     def trainer_temperature(self) -> float:
-        """The temperature at which a trainer computes the distribution of these log-probs.
+        """The temperature with which a trainer must compute log-probs to get the same distribution.
 
-        Pass it to `token_log_probs`. For a plain log-softmax, divide the logits by it, or by 1 if it is 0 (greedy).
+        Pass this temperature to `token_log_probs`. For a plain log-softmax, divide the logits by this temperature; at
+        temperature 0 (greedy), leave the logits unchanged.
 
-        Raise ConfigError if there are no log-probs, or if a trainer cannot compute their distribution, because filters
-        or `min_tokens` remove tokens from it.
+        Raise ConfigError if `logprobs` is None. Raise ConfigError if filters or `min_tokens` remove tokens from the
+        distribution, because a trainer cannot compute the remaining distribution.
         """
         if self.logprobs is None:
-            text = "logprobs is None, so there are no log-probs to compute again; sample with logprobs='temperature'"
+            text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"
             raise ConfigError(text, field="logprobs")
         if self.logprobs == "raw":
             return 1.0
         found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer's softmax cannot "
-                f"compute; sample with logprobs='temperature', or without {', '.join(found)}",
+                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer cannot compute; sample "
+                f"with logprobs='temperature', or without {', '.join(found)}",
                 field="logprobs",
                 value=self.logprobs,
             )
@@ -284,7 +287,7 @@ class SamplingParams(Distribution):
     def with_max_tokens(self, prompt_len: int, max_model_len: int) -> SamplingParams:
         """Return the parameters with `max_tokens` set, for a prompt of `prompt_len` tokens.
 
-        None becomes the rest of the context, at least `min_tokens` and at least 1.
+        A `max_tokens` of None becomes the remaining length of the context, but at least `min_tokens` and at least 1.
         """
         if self.max_tokens is not None:
             return self
@@ -294,7 +297,8 @@ class SamplingParams(Distribution):
 
 E = TypeVar("E", bound=TruerollError)
 _BOUNDS = {"ge": 0, "gt": 1, "le": 0, "lt": -1, "min_length": 0, "max_length": 0}
-"""The bounds in a pydantic fault, and the offset from each to the nearest integer that satisfies it."""
+"""The bounds in a pydantic fault, each with the offset from the bound to the nearest integer that satisfies the bound.
+"""
 
 
 def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) -> E:
@@ -305,7 +309,7 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    `first_part`, `num_parts`: the parts of the fault's location that name the field.
+    `first_part`, `num_parts`: select the parts of the fault's location that name the field.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -324,12 +328,12 @@ def _found_and_limit(fault: Any) -> tuple[Any, int | float | None]:
 
 
 def _name_of(location: Sequence[int | str]) -> str | None:
-    """Return a location as text, such as `stop[3]`, or None if the location is empty."""
+    """Format a location as text, such as `stop[3]`. Return None for an empty location."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).strip(".") or None
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """Describe the first faults of a pydantic error in one line. Each description has the field and the value."""
+    """Describe the first faults of a pydantic error in one line, each with its field and value."""
     shown = [_describe_fault(fault) for fault in error.errors()[:_MAX_SHOWN_FAULTS]]
     hidden = error.error_count() - len(shown)
     return "; ".join(shown + [f"and {hidden} more"] * bool(hidden))
@@ -348,7 +352,7 @@ def _describe_fault(fault: Any) -> str:
 
 
 def _plain_demand(message: str) -> str:
-    """Return the demand in a pydantic message in plain words, such as `must be at least 2`."""
+    """Return the requirement in a pydantic message in plain words, such as `must be at least 2`."""
     message = re.sub(r"^\w+ should ", "must ", message).replace("greater than or equal to", "at least")
     message = re.sub(r" after validation, not \w+$", "", message.replace("less than or equal to", "at most"))
     return message[:1].lower() + message[1:]
@@ -358,9 +362,9 @@ _PLACE = struct.Struct("<qq")
 
 
 class ContentSpan(NamedTuple):
-    """Tokens [start, end) of a prompt that stand for content other than text.
+    """Tokens [start, end) of a prompt that represent content other than text, such as an image.
 
-    `content_hash`: 32 bytes that identify the content completely, including its size; the content itself is never
+    `content_hash`: a 32-byte hash that identifies the content, including its size. The content itself is never
     compared.
     """
 
@@ -372,8 +376,8 @@ class ContentSpan(NamedTuple):
 def content_within(spans: Sequence[ContentSpan], start: int, end: int) -> bytes:
     """Return the bytes that identify the content within tokens [start, end); empty if there is no content.
 
-    The bytes are equal only for equal content. They hold the sorted spans that overlap the tokens, with places relative
-    to `start`.
+    Different content gives different bytes. The bytes encode the sorted spans that overlap the tokens, with positions
+    relative to `start`.
     """
     first = bisect_right(spans, start, key=lambda span: span.end)
     touching = takewhile(lambda span: span.start < end, islice(spans, first, None))
@@ -386,13 +390,13 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
     for i, span in enumerate(spans):
         if not before <= span.start < span.end <= num_tokens:
             raise InvalidRequestError(
-                f"spans[{i}]: tokens [{span.start}, {span.end}) are empty, overlap the span before, or lie outside the "
-                f"{num_tokens} tokens of the prompt; give sorted spans that share no token",
+                f"spans[{i}]: the range [{span.start}, {span.end}) is empty, overlaps the previous span, or exceeds "
+                f"the prompt's {num_tokens} tokens; give sorted spans that share no token",
                 field=f"spans[{i}]",
             )
         if len(span.content_hash) != HASH_BYTES:
             raise InvalidRequestError(
-                f"spans[{i}]: a content hash has {HASH_BYTES} bytes (got {len(span.content_hash)})",
+                f"spans[{i}]: content_hash must have {HASH_BYTES} bytes (got {len(span.content_hash)})",
                 field=f"spans[{i}]",
                 value=len(span.content_hash),
                 limit=HASH_BYTES,
@@ -402,11 +406,11 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt and how to sample from it. It is the unit of work: one prefill for `params.n` samples.
+    """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that stand for other content, sorted and disjoint.
-    `params.seed` must be set. `num_prior_tokens`: the number of tokens at the end of the prompt that belong to the
-    sample being continued, so that a stop string may begin in them.
+    `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
+    disjoint. `params.seed` must be set. `num_prior_tokens`: if the request continues a sample, the number of tokens at
+    the end of the prompt that belong to that sample. A stop string may begin in these tokens.
     """
 
     id: str
@@ -438,7 +442,7 @@ Request: TypeAlias = GenerateRequest | ScoreRequest
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Tokens [start, end) of a sample, which the weights of `version` produced."""
+    """Tokens [start, end) of a sample that were produced by the weights of `version`."""
 
     version: int
     start: int
@@ -449,22 +453,23 @@ class WeightSpan:
 class SampleOutput:
     """A finished sample.
 
-    `token_ids`: the tokens, including the ones that ended the sample. `logprobs`: float32 [num_tokens] of the requested
-    distribution, or None. `stop_reason`: the token (possibly an end-of-sequence token of the model) or the string that
-    ended the sample, if the finish reason is `stop`. `seed`: the sample's own derived seed. `num_cached_tokens`: the
-    number of prompt tokens with KV that was already computed or was shared with the computation of another request.
-    `error`: the reason, if the finish reason is `error`.
+    `token_ids`: all tokens, including those that ended the sample. `logprobs`: float32 [num_tokens], log-probs under
+    the requested distribution, or None. `stop_reason`: if the finish reason is `stop`, the token id (possibly an
+    end-of-sequence token) or the stop string that ended the sample. `seed`: the derived seed of this sample.
+    `num_cached_tokens`: the number of prompt tokens with KV that was found in the cache, or that is shared with another
+    request's computation of the same prompt. `error`: if the finish reason is `error`, a description of the error.
 
-    None unless requested by `top_logprobs=k`: `entropy`, float32 [num_tokens], in nats, of the distribution of each
-    token's log-prob; `top_token_ids`, int32 [num_tokens, k], and `top_logprobs`, float32 [num_tokens, k]: its most
-    probable tokens, in descending order of logit, equal logits in ascending order of id. If the filters kept fewer than
-    k tokens, the lowest ids of the dropped tokens follow in ascending order, with log-prob -inf.
+    `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. These fields describe
+    the distribution to which `logprobs` refers. `entropy`: float32 [num_tokens], in nats. `top_token_ids`: int32
+    [num_tokens, k], the most probable tokens in descending order of logit; equal logits are sorted by ascending id.
+    `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the filters kept fewer than k tokens,
+    the lists are filled with dropped tokens, lowest ids first, with log-prob -inf.
 
     `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
-    experts, experts per token]. None unless requested by `return_routed_experts`, and None without tokens. Row t lists
-    the experts chosen for token t of prompt and sample when it was fed to the model, in ascending order of id. The last
-    token was never fed. If the token after token t was drawn, row t comes from the weights that drew that next token.
-    Earlier rows come from the weights that drew the first token.
+    experts, experts per token]. None unless `return_routed_experts` was requested and the sample has a token. Row t
+    lists, in ascending order of id, the experts chosen for token t of prompt and sample. The last token has no row,
+    because it was never fed to the model. If token t + 1 was drawn, row t was computed with the weights that drew token
+    t + 1. The rows before the last prompt token were computed with the weights that drew the first token.
     """
 
     request_id: str
@@ -501,7 +506,7 @@ class SampleOutput:
 class SampleDelta:
     """New tokens of a growing sample, from token `start` on, with their columns.
 
-    Has at least one token, unless the sample restarted (`start` is 0) and then ended without a token.
+    A delta without tokens occurs only if the sample restarted (`start` is 0) and then ended without a token.
 
     `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: as in `SampleOutput`, for these tokens.
     """
@@ -520,9 +525,10 @@ class SampleDelta:
 class ScoreOutput:
     """The log-probs of a scored sequence.
 
-    `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1). Empty if
-    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`. `entropy`, `top_token_ids`, `top_logprobs` and
-    `routed_experts`: as in `SampleOutput`, for each of these entries. `routed_experts` is None for an aborted score.
+    `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1).
+    `finish_reason`: `stop`, or `abort` for an aborted score, which has empty `logprobs`. `entropy`, `top_token_ids`,
+    `top_logprobs` and `routed_experts`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts` is
+    None for an aborted score.
     """
 
     request_id: str
@@ -548,10 +554,10 @@ def new_id() -> str:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of sample `index` in a group with `seed`. Every index gets a different seed.
+    """Return the 64-bit seed of sample `index` of a request with `seed`. Every index gets a different seed.
 
-    SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so two indices never
-    get the same seed.
+    The algorithm is SplitMix64 (Steele, Lea, Flood 2014). Two indices never get the same seed, because the finalizer is
+    a bijection and the increment is odd.
     """
     z = (operator.index(seed) + (operator.index(index) + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
@@ -560,7 +566,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def seed_before(sample_seed: int) -> int:
-    """Return the request seed for which sample 0 has `sample_seed`: the inverse of `derive_seed(..., 0)`."""
+    """Return the request seed with which sample 0 gets `sample_seed`: the inverse of `derive_seed(..., 0)`."""
     z = sample_seed ^ (sample_seed >> 31) ^ (sample_seed >> 62)
     z = (z * pow(_FACTORS[1], -1, 2**64)) & _MASK
     z = z ^ (z >> 27) ^ (z >> 54)
@@ -570,11 +576,11 @@ def seed_before(sample_seed: int) -> int:
 
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError unless a prompt and its new tokens fit the model. `field`: the prompt's field."""
+    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the field of the prompt."""
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(
             f"length: prompt and max_tokens together exceed max_model_len = {max_model_len} tokens (got "
-            f"{prompt_len} + {num_new}); shorten one of them",
+            f"{prompt_len} + {num_new}); shorten the prompt or lower max_tokens",
             field=field,
             value=prompt_len + num_new,
             limit=max_model_len,
@@ -582,9 +588,9 @@ def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) 
 
 
 def seed_of(id: str, prompt: bytes) -> int:
-    """Return the 63-bit seed of a request without a seed, derived from its id and its prompt.
+    """Derive a 63-bit seed from the id and the prompt of a request without a seed.
 
-    The same request therefore draws the same samples again, on any worker.
+    If the same request is sent again, to any worker, it draws the same samples.
     """
     digest = hashlib.blake2b(len(id).to_bytes(8, "little") + id.encode() + prompt, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

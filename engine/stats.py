@@ -1,4 +1,4 @@
-"""The engine's counters and gauges, for monitoring and for the exactness matrix."""
+"""The engine's counters and gauges, for monitoring and for the tests of the exactness matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class PoolStats:
     """The block pool of the layers with the same window.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
-    free blocks with a prefix that is still indexed. `empty`: the other free blocks.
+    free blocks that hold a prefix in the cache's index. `empty`: free blocks that hold no prefix in the cache's index.
     """
 
     window: int | None
@@ -21,26 +21,29 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Lifetime counters, and gauges of the current moment (`num_*`, `pools`).
+    """Counters since the start of the engine, and current gauges.
+
+    The gauges are `num_*`, `pools`, `checkpoints_ready` and `checkpoints_reserved`.
 
     `prefix_queries`: prompt tokens of generate requests. `prefix_hits`: prompt tokens that were found in the cache or
     shared with a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens with newly computed
     KV, counted again after a preemption or a recompute. `computed_tokens`: computed prompt tokens and decoded tokens.
-    `generated_tokens`: tokens of finished samples. `preemptions`: how often a running sequence gave its blocks to an
-    older one. `recomputed`: how often a running sequence lost its blocks to a weight commit or to a sleep.
-    `deferred_admissions`: how often a request waited a step for a prefix that another request was computing.
-    `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
+    `generated_tokens`: tokens of finished samples. `preemptions`: how often an older sequence took the blocks of a
+    running sequence. `recomputed`: how often a weight commit or a sleep took the blocks of a running sequence.
+    `deferred_admissions`: summed over all steps, the requests that waited for a prefix that another request was
+    computing. `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the
+    model's layers.
 
-    `shortened_hits`: tokens that were found in the cache but computed again, because there was no checkpoint of their
-    recurrent state, or because the requested routed experts were not recorded.
+    `shortened_hits`: tokens that were found in the cache but computed again, because the checkpoint of their recurrent
+    state or their requested routed experts were missing.
 
-    The following are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were not taken,
-    because there was no slot. `checkpoints_evicted`: checkpoints that gave up their slot. `checkpoints_restored`: how
-    often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be restored now.
-    `checkpoints_reserved`: checkpoints that steps in flight are writing.
+    The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
+    not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
+    `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
+    restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
 
-    `expert_tokens`: for models with experts, the number of tokens routed to each expert, int64 [layers with experts,
-    experts per layer] as little-endian bytes, not counting the step in flight. Empty for other models.
+    `expert_tokens`: the number of tokens routed to each expert, without the step in flight. The value is the
+    little-endian bytes of an int64 array [layers with experts, experts per layer]. Empty for models without experts.
     """
 
     steps: int

@@ -1,5 +1,5 @@
-"""KV memory: its blocks, the prefixes they hold, and the arenas from which memory is carved.
+"""KV memory: blocks, the index of cached prefixes, and the arenas from which memory is allocated.
 
-Owns which blocks are free, shared or published, and under which identity. Does not own which sequence is computed
-(`scheduling`) or the tensors of the blocks (`running.model_runner`).
+Owns the state of each block (free, shared or published) and the identity under which it is published. Does not own the
+choice of sequences to compute (`scheduling`) or the tensors of the blocks (`running.model_runner`).
 """

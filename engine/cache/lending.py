@@ -1,10 +1,11 @@
-"""Memory of one process that other processes on the same machine can map without a copy.
+"""Memory that other processes on the same machine can map without a copy.
 
-The lender fills an arena and seals it. From then on, no process can change what other processes see; a process that
-writes gets pages of its own. Owns the mappings and, until the arena is dropped, the lender's file descriptor.
+The lender fills an arena and seals it. After that, writes are private: a process that writes gets its own copy of the
+pages, and other processes see no change. This module owns the mappings and, until the arena is dropped, the lender's
+file descriptor.
 
-Promises: the memory has no name. The system frees it with the last process that maps it, however the processes end. A
-borrower maps exactly the memory that was lent.
+Promises: the memory has no name in the file system. The system frees the memory when no process maps it any more, even
+if the processes were killed. A borrower maps exactly the memory that was lent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """Memory that process `pid` lends: an unnamed file of `num_bytes` bytes, with descriptor `fd` and inode `inode`."""
+    """A description of lent memory: an unnamed file of process `pid`, with its descriptor, inode and size."""
 
     pid: int
     fd: int
@@ -38,9 +39,9 @@ class LentMemory(NamedTuple):
 
 
 class LendableArena(HostArena):
-    """Memory to fill and then to `lend`. Raise MemoryError if there is not enough memory.
+    """Memory that this process fills and then lends. Raise MemoryError if there is not enough memory.
 
-    `is_huge`: whether the memory consists of huge pages, except for a remainder at its end.
+    `is_huge`: whether all of the memory has huge pages, except for a remainder at the end.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -55,14 +56,14 @@ class LendableArena(HostArena):
             raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
 
     def lend(self) -> LentMemory:
-        """Seal the memory and describe it to borrowers. Later writes are not visible to other processes."""
+        """Seal the memory, and return a description for borrowers. Other processes do not see later writes."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
         return LentMemory(os.getpid(), self._file, status.st_ino, status.st_size)
 
     def withdraw(self) -> None:
-        """Prevent further processes from mapping the memory. Processes that have mapped it keep it."""
+        """Prevent further processes from mapping the memory. Existing mappings stay valid."""
         self._close()
 
     def drop(self, keep: bool) -> None:
@@ -71,9 +72,9 @@ class LendableArena(HostArena):
             self.withdraw()
 
     def _take_pages(self) -> bool:
-        """Allocate all pages now: a process that writes to a file for which there is no memory is killed.
+        """Allocate all pages now, because the system kills a process that writes to a page it cannot allocate.
 
-        Return whether they are huge pages.
+        Return whether the pages are huge pages.
         """
         size = self._memory.nbytes
         whole = size // HUGE_PAGE * HUGE_PAGE
@@ -85,7 +86,7 @@ class LendableArena(HostArena):
 
 
 class BorrowedArena(HostArena):
-    """The memory that another process lends. Raise OSError if the memory is gone or not as described."""
+    """Memory borrowed from another process. Raise OSError if the memory is gone or does not fit the description."""
 
     def __init__(self, lent: LentMemory) -> None:
         super().__init__(lent.num_bytes, huge_pages=True)
@@ -101,21 +102,23 @@ class BorrowedArena(HostArena):
 def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(f"lent memory is not a file of user {os.geteuid()} (got mode {status.st_mode:o})")
+        raise PermissionError(
+            f"lent memory must be a regular file of user {os.geteuid()} (got mode {status.st_mode:o})"
+        )
     if (status.st_ino, status.st_size) != (lent.inode, lent.num_bytes):
-        raise FileNotFoundError("lent memory is gone; another file is in its place")
+        raise FileNotFoundError("lent memory is gone: its file descriptor now refers to another file")
     if fcntl.fcntl(file, _GET_SEALS) & _SEALS != _SEALS:
         raise PermissionError("lent memory can be changed by other processes, because it is not sealed")
 
 
 @cache
 def place_to_lend() -> str | None:
-    """Return a text that names the place where this process can lend memory, or None if it cannot lend.
+    """Return an identifier of the place where this process can lend memory, or None if lending is not possible.
 
-    Processes with equal places can lend to each other. They are on the same machine, in the same container, have the
-    same user and the same capabilities (the system hides open files from processes with fewer), and run on the same
-    NUMA nodes (reading from another node is slower). The result is also None if this process would get only small
-    pages, because these cost more than a copy in huge pages.
+    Processes with equal places can lend memory to each other. Equal places mean the same machine, container, user,
+    capabilities and NUMA nodes. Capabilities matter because the system hides a process's open files from processes with
+    fewer capabilities. NUMA nodes matter because reading from another node is slower. The result is also None if this
+    process would get only small pages, because weights in small pages cost more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None
@@ -140,9 +143,9 @@ class _Probe(LendableArena):
 
 
 def _may_be_looked_at() -> bool:
-    """Return whether other processes of this user may open this process's files.
+    """Return whether other processes of this user may access this process's open files.
 
-    If the program has capabilities or the rights of another user, the files belong to root.
+    If the program runs with capabilities or as another user (setuid), these files belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

@@ -1,8 +1,9 @@
-"""Memory that can be released and reallocated while the tensors in it stay valid.
+"""Arenas: memory that can be released and reallocated without new tensor objects.
 
-An arena is one mapping from which tensors are carved. It owns the mapping; the code that carves a tensor owns its
-content. Promises: a tensor begins at a multiple of 64 bytes. When `drop` returns, the system has the memory back.
-Tensors outlive `drop` and `restore`; on the host they keep their addresses.
+An arena is one block of memory from which tensors are allocated one after the other. The arena owns the memory; the
+code that allocates a tensor owns the tensor's content. Promises: each tensor is aligned to 64 bytes. When `drop`
+returns, the memory has been returned to the system. Tensors can be used again after `drop` and `restore`; host tensors
+keep their addresses.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.
 def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
     """Return an arena on a device. Raise MemoryError or RuntimeError if there is not enough memory.
 
-    `huge_pages`: whether to use huge pages, for an arena that will be used as a whole. Small pages of the host occupy
-    memory only once they are touched.
+    `huge_pages`: whether to use huge pages on the host. Use huge pages for an arena that will be used as a whole. A
+    small page occupies memory only after it is touched.
     """
     if device.type == "cpu" and sys.platform == "linux":
         return HostArena(num_bytes, huge_pages)
@@ -60,11 +61,12 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 
 
 class Arena(ABC):
-    """Memory from which tensors are carved.
+    """Memory from which tensors are allocated.
 
-    `memory`: the bytes, uint8. They are zero at first, and after `restore` if the content was not kept.
-    `num_held`: the bytes of device memory held now, including alignment. Host pages count before they are touched.
-    `copy_note`: the reason why `take` had to copy host pages, which takes longer than moving them; empty if it did not.
+    The memory is zero at first, and also after `restore` if its content was not kept. `num_held`: the bytes that the
+    arena holds on its device now, including alignment. Host pages are counted even before they are touched.
+    `copy_note`: the reason why `take` copied host pages, which is slower than moving them; empty if no pages were
+    copied.
     """
 
     copy_note = ""
@@ -75,21 +77,23 @@ class Arena(ABC):
         self._layout: list[tuple[int, int]] = []
 
     def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Carve the next tensor."""
+        """Allocate the next tensor from the arena."""
         start = _aligned(sum(self._layout[-1])) if self._layout else 0
         num_bytes = math.prod(shape) * dtype.itemsize
         if start + num_bytes > self._memory.nbytes:
-            raise MemoryError(f"arena has only {self._memory.nbytes} bytes, but its tensors need {start + num_bytes}")
+            raise MemoryError(
+                f"arena of {self._memory.nbytes} bytes is too small for its tensors ({start + num_bytes} bytes)"
+            )
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
     def take(self, other: Arena) -> None:
-        """Move the content of another arena here. Afterwards the content of the other arena is undefined.
+        """Move the content of another arena into this one. The other arena's content is undefined afterwards.
 
-        Raise ValueError unless the same tensors were carved from both arenas.
+        Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
         if other._layout != self._layout or other._memory.shape != self._memory.shape:
-            raise ValueError("arena does not have the same tensors as the other arena")
+            raise ValueError("arena and the other arena have tensors of different sizes")
         if not self._move(other):
             self._memory.copy_(other._memory)
 
@@ -97,23 +101,24 @@ class Arena(ABC):
     def drop(self, keep: bool) -> None:
         """Release the device's memory.
 
-        `keep`: whether to keep the content on the host until `restore`. Content of an earlier `drop` without `keep`
-        stays lost.
+        `keep`: whether to keep the content on the host until `restore`. Content that an earlier `drop` did not keep
+        remains lost.
         """
 
     @abstractmethod
     def restore(self) -> None:
-        """Reallocate the memory, with the content if it was kept."""
+        """Reallocate the memory. Restore the content if `drop` kept it."""
 
     def _move(self, other: Arena) -> bool:
-        """Move the content of another arena without a copy. Return False if that is not possible."""
+        """Move the content of another arena without copying. Return False if moving is not possible."""
         return False
 
 
 class HostArena(Arena):
-    """Pages of host memory. Kept content stays in place.
+    """Pages of host memory. Content that `drop` keeps is not moved.
 
-    The pages may come from a mapped file (`map_file`), possibly mapped by the arena from which the content was moved.
+    The pages may belong to a file that was mapped by this arena (`map_file`), or by the arena that the content came
+    from.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
@@ -122,7 +127,7 @@ class HostArena(Arena):
         except OSError as error:
             raise MemoryError(f"cannot get {num_bytes} bytes of memory: {error}") from None
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        # Huge pages begin at multiples of their size, and move as a whole only if source and destination do.
+        # A huge page is aligned to its size, and moves as a whole only between aligned addresses.
         start = -whole.data_ptr() % HUGE_PAGE
         super().__init__(whole[start : start + num_bytes])
         self._huge_pages = huge_pages
@@ -151,8 +156,10 @@ class HostArena(Arena):
 
     def _note_copy(self, reason: str) -> None:
         if not self.copy_note:
-            self.copy_note = f"memory pages are copied, because this system cannot move them (mremap: {reason})"
-            log.warning("%s; weight commits take longer; Linux 5.13 or later moves pages", self.copy_note)
+            self.copy_note = f"memory pages are copied, because this system cannot move pages (mremap: {reason})"
+            log.warning(
+                "%s; weight commits will be slower; to move pages instead, use Linux 5.13 or later", self.copy_note
+            )
 
     def _advise(self) -> None:
         if self._huge_pages:
@@ -160,7 +167,7 @@ class HostArena(Arena):
 
 
 class DeviceArena(Arena):
-    """One torch allocation on any device. Restored memory may have another address; its tensors follow."""
+    """A torch allocation on any device. After `restore`, the memory and its tensors may have other addresses."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
@@ -189,14 +196,14 @@ class DeviceArena(Arena):
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Give the system advice about memory. Return False if the system rejects it."""
+    """Call madvise on memory. Return False if the system rejects the advice."""
     return _system().madvise(address, num_bytes, advice) == 0
 
 
 def _map(memory: Tensor, flags: int, file: int) -> None:
     """Replace the pages of an arena's `memory` with new pages.
 
-    Raise OSError on failure; there may then be no mapping at this address.
+    Raise OSError on failure. The address may then be unmapped.
     """
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:
@@ -204,10 +211,10 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 
 
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
-    """Move pages from source to destination. The source stays mapped, without content.
+    """Move pages from source to destination. The source stays mapped, but loses its content.
 
-    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure; there may then be no
-    mapping at the destination.
+    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure. The destination may
+    then be unmapped.
     """
     if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
         return True
@@ -218,7 +225,7 @@ def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
 
 @cache
 def _system() -> Any:
-    """Return the system calls that Python lacks."""
+    """Return the C library, with the signatures of the system calls that Python does not offer."""
     system, number = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
     system.mmap.restype, system.mremap.restype = ctypes.c_void_p, ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, number, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

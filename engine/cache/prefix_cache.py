@@ -1,4 +1,4 @@
-"""The prefix cache: the index of known prefixes, over the blocks of KV memory that hold them.
+"""The prefix cache: the index of published prefixes, and the KV blocks that hold them.
 
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
@@ -8,29 +8,32 @@
 | `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
 
-Not owned here: the tensors of the blocks (`model_runner`), which sequence has which table (`sequence`), and when to
-allocate, fork or preempt (`scheduler`).
+This module does not own the tensors of the blocks (`model_runner`), the table of each sequence (`sequence`), or the
+decision when to allocate, fork or preempt (`scheduler`).
 
-Layers with the same window form a group with its own pool of blocks. Layers without a window form the group of window
-None. An entry of the index is a prefix that ends with a full block. For each group, it names the block that holds the
-KV of the entry's last tokens, until that block is handed out again. A sequence releases a block once none of its later
-queries can reach the block. If the block was published, it can be hit until it is handed out.
+Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
+of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
+block with the KV of the prefix's last `block_size` tokens, until that block is reused. A sequence releases a block when
+no later query of the sequence can reach the block. A released block that was published can still be hit until it is
+reused.
 
-A prefix of L tokens can be resumed if the group of window None holds the KV of all its tokens, and each group of window
-W holds the KV of tokens [L - W + 1, L). Besides itself, the token at L attends to exactly these tokens.
+A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
+holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].
 
-The identity of a full block is a chain: a 128-bit hash of its parent's hash, its token ids and its extra identity. The
-hash is keyed by a secret of this process that changes with every epoch. The extra identity is the request's cache salt
-and the spans of content other than text that overlap the block, with their places relative to the block.
+A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
+extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra
+identity consists of the request's cache salt and the spans of non-text content that overlap the block, with positions
+relative to the block.
 
 Promises:
 
 - A lookup changes nothing.
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
-- A cached block can be hit until it is handed out again, or until a block in use with the same KV replaces it.
-- A hit has the same token ids, extra identity and parents; the hash alone never decides.
-- `invalidate` drops the index, makes the cached blocks the next to be reused, and changes nothing else.
+- A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
+- A hit has the same token ids, extra identity and parents. A lookup compares them in full, and does not rely on the
+  hash alone.
+- `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
@@ -58,7 +61,7 @@ Owner = TypeVar("Owner")
 
 
 class Pool(Generic[Owner]):
-    """`num_blocks` blocks. Calls `evict(owner)` when it hands out a block that `owner` published."""
+    """The `num_blocks` blocks of a group. When a published block is reused, the pool calls `evict(owner)`."""
 
     def __init__(self, num_blocks: int, evict: Callable[[Owner], object]) -> None:
         self.num_blocks = num_blocks
@@ -76,7 +79,7 @@ class Pool(Generic[Owner]):
 
     @property
     def num_cached(self) -> int:
-        """The number of free blocks that are still published."""
+        """The number of blocks that are free and still published."""
         return len(self._cached)
 
     def is_cached(self, block: int) -> bool:
@@ -84,7 +87,7 @@ class Pool(Generic[Owner]):
         return block in self._cached
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks, not counting the given blocks."""
+        """Return the number of free blocks outside `blocks`."""
         return self.num_free - sum(block in self._cached for block in blocks)
 
     def take(self, count: int) -> list[int]:
@@ -92,7 +95,7 @@ class Pool(Generic[Owner]):
         return [self._take_free() for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block. The blocks must be in use or cached; cached blocks are in use again."""
+        """Add a reference to each block. Each block must be in use or cached. A cached block becomes a block in use."""
         for block in blocks:
             self._references[block] += 1
             self._cached.pop(block, None)
@@ -100,7 +103,8 @@ class Pool(Generic[Owner]):
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block.
 
-        Later blocks are reused before earlier ones, and unpublished blocks before published ones.
+        Of the freed blocks, later blocks are reused before earlier ones. Unpublished blocks are reused before published
+        ones.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -112,24 +116,24 @@ class Pool(Generic[Owner]):
                 self._empty.append(block)
 
     def unpublish(self, block: int) -> None:
-        """Take a block from its owner. A free block becomes empty."""
+        """Remove the owner of a block. If the block is free, it becomes empty."""
         del self.published[block]
         if block in self._cached:
             del self._cached[block]
             self._empty.append(block)
 
     def unpublish_all(self) -> None:
-        """Take all blocks from their owners.
+        """Remove the owners of all blocks.
 
-        Free blocks are handed out next, in the order of their release: their memory has been used, while other memory
-        may never have been touched.
+        Cached blocks become the next blocks to be reused, in the order of their release, because their memory is
+        already allocated. The memory of other free blocks may never have been touched.
         """
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
         self.published.clear()
 
     def miscounted(self, held: Iterable[int]) -> set[int]:
-        """Return the blocks in a wrong state or with wrong references. `held`: a block for each expected reference."""
+        """Return the blocks with a wrong state or reference count. `held`: one block for each expected reference."""
         counts, free = Counter(held), Counter([*self._empty, *self._cached])
         blocks = range(self.num_blocks)
         wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
@@ -149,10 +153,10 @@ class Pool(Generic[Owner]):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A published prefix: its place in the index, and its last block in each group.
+    """A published prefix in the index, with its last block in each group.
 
     `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the last tokens,
-    or None if it was handed out again. `num_children`: the number of index entries with this entry as their parent.
+    or None if that block was reused. `num_children`: the number of index entries with this entry as their parent.
     """
 
     hash: bytes
@@ -167,10 +171,10 @@ class Entry:
 class Chain:
     """The identity of one sequence's full blocks under one epoch.
 
-    `hashes[i]` identifies block i; each hash is computed once. `entries[i]` is the entry at which block i was found or
-    published. Hashes cover the blocks [0, known full blocks). While the sequence runs, entries cover the blocks [0,
-    computed full blocks). `salt`: extra identity of every block. `spans`: content other than text, sorted.
-    `has_records`: whether the blocks are published with routed experts, for which other sequences may wait.
+    `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry with which block i was found or
+    published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
+    `salt`: extra identity of every block. `spans`: non-text content, sorted. `has_records`: whether the blocks are
+    published with routed experts, so that sequences that need routed experts may wait for the blocks.
     """
 
     epoch: int
@@ -181,17 +185,17 @@ class Chain:
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
-        """Return a chain that begins like this one and continues independently."""
+        """Return a copy of this chain that is extended independently."""
         return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
 def _extra(salt: bytes, spans: bytes) -> bytes:
-    """Return bytes that identify this salt and these spans."""
+    """Return bytes that identify the combination of `salt` and `spans`."""
     return b"spans:" + len(spans).to_bytes(4, "little") + spans + salt
 
 
 class BlockIdentity:
-    """Hashes blocks of `block_size` tokens. `epoch`: the number of calls to `renew`."""
+    """Computes the hashes of blocks of `block_size` tokens. `epoch`: the number of calls to `renew`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -229,7 +233,7 @@ class BlockIdentity:
 
 
 class Claims:
-    """The chains that are computing blocks, by the hash of the block."""
+    """Claims of blocks that are being computed: maps the hash of a block to the chain that computes it."""
 
     def __init__(self) -> None:
         self._chains: dict[bytes, Chain] = {}
@@ -239,10 +243,10 @@ class Claims:
         return key in self._chains
 
     def find(self, chain: Chain, keys: Iterable[bytes]) -> bytes | None:
-        """Return the hash of the last block in an unbroken run of blocks that other chains are computing.
+        """Return the hash of the last block in a run of consecutive blocks that other chains are computing.
 
-        `keys`: the hashes of consecutive blocks; the run begins with the first. Return None if no other chain computes
-        the first block. For a chain with records, only other chains with records count.
+        `keys`: the hashes of consecutive blocks. The run begins with the first block of `keys`. Return None if no other
+        chain computes the first block. If `chain` has records, chains without records are ignored.
         """
         found = None
         for key in keys:
@@ -253,12 +257,12 @@ class Claims:
         return found
 
     def add(self, chain: Chain) -> None:
-        """Claim all blocks with known hashes that `chain` has not computed, except blocks claimed by other chains."""
+        """Claim the blocks of `chain` that have a hash, are not computed yet, and are not claimed by another chain."""
         for key in chain.hashes[len(chain.entries) :]:
             self._chains.setdefault(key, chain)
 
     def withdraw(self, chain: Chain) -> None:
-        """Drop the unfulfilled claims of a chain."""
+        """Drop the claims of a chain on blocks that it has not computed."""
         for key in chain.hashes[len(chain.entries) :]:
             self.fulfil(chain, key)
 
@@ -274,10 +278,10 @@ class Claims:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The blocks of one sequence, the same number in each group.
+    """The blocks of one sequence. Every group has the same number of blocks.
 
     Block i holds the KV of tokens [i * block_size, (i + 1) * block_size) in the layers of its group. The sequence holds
-    the blocks from `starts[group]` on. Earlier blocks are released.
+    only the blocks from index `starts[group]` on, because earlier blocks are released.
     """
 
     blocks: list[array[int]] = field(default_factory=list)
@@ -292,9 +296,9 @@ class Table:
 
 
 class BlockTables:
-    """Gives tables their blocks of `block_size` tokens, from the pool of each window.
+    """Allocates the blocks of tables from the pool of each group.
 
-    If there is a pool of window None, it comes first. `windowed`: the groups with a window, and their windows.
+    The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
     """
 
     def __init__(self, pools: Mapping[int | None, Pool[Entry]], block_size: int) -> None:
@@ -304,11 +308,11 @@ class BlockTables:
 
     @property
     def num_available(self) -> int:
-        """The number of blocks that each group can provide."""
+        """The number of free blocks in the group with the fewest free blocks."""
         return min(pool.num_free for pool in self.pools)
 
     def stats(self) -> tuple[PoolStats, ...]:
-        """Return the usage of each window's pool."""
+        """Return the usage of each group's pool."""
         return tuple(
             PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
             for window, pool in zip(self.windows, self.pools, strict=True)
@@ -319,21 +323,22 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
-        """Return the most blocks of each group that a sequence holds at once while it grows to `num_tokens` tokens.
+        """Return the maximum number of blocks of each group that a sequence of `num_tokens` tokens ever holds.
 
-        Its tokens are computed in chunks of up to `chunk`.
+        The tokens are computed in chunks of up to `chunk` tokens.
         """
         whole = self.blocks_for(num_tokens)
         return [whole if w is None else min(whole, self.blocks_for(w + chunk - 2) + 1) for w in self.windows]
 
     def first_needed(self, window: int, num_tokens: int) -> int:
-        """Return the first block that the token at `num_tokens` and later tokens can reach."""
+        """Return the first block to which the token at position `num_tokens`, or a later token, can attend."""
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether there is room for a sequence that continues from the hits to `num_tokens` tokens.
+        """Return whether the blocks suffice for a sequence that resumes after `hits` and has `num_tokens` tokens.
 
-        Its tokens are computed in chunks of up to `chunk`, or in shorter chunks where the pool of a window is small.
+        The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
+        few blocks.
         """
         table, fresh = self._hit_table(hits), self.blocks_for(num_tokens) - len(hits)
         for group, needed in enumerate(self.blocks_needed(num_tokens, chunk)):
@@ -349,21 +354,23 @@ class BlockTables:
         for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
-                    f"request needs {needed} KV blocks of {self.block_size} tokens for {num_tokens} tokens, but there "
-                    f"are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory",
+                    f"request needs {needed} KV blocks of {self.block_size} tokens for {num_tokens} tokens, but the "
+                    f"worker has only {pool.num_blocks}; request fewer tokens or start the worker with more KV memory",
                     value=needed,
                     limit=pool.num_blocks,
                 )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
-        """Return a table with the blocks of the hits that are needed to continue, and `num_new` fresh blocks per group.
+        """Return a table with the blocks that are needed to resume after `hits`, and `num_new` fresh blocks per group.
 
         Raise RuntimeError if too few blocks are free.
         """
         table = self._hit_table(hits)
         free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
         if num_new > free:
-            raise RuntimeError(f"prefix cache: {num_new} free blocks needed beside the hits, but there are {free}")
+            raise RuntimeError(
+                f"prefix cache: a table needs {num_new} free blocks beside the hits, but only {free} are free"
+            )
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
         self.extend(table, num_new)
@@ -375,10 +382,10 @@ class BlockTables:
             blocks.extend(pool.take(num_new))
 
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """Return a second table for the first `num_tokens` tokens of `table`, and the block copies that it needs.
+        """Return a new table for the first `num_tokens` tokens of `table`, and the required block copies.
 
-        It shares the full blocks and gets a fresh block for a partial last block. For each group, the copies map
-        destination to source. Enough blocks must be free.
+        The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
+        group, the copies map destination to source. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -389,9 +396,9 @@ class BlockTables:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Release the blocks of a table that no query from `num_computed` on can reach.
+        """Release the blocks of a table that tokens from position `num_computed` on no longer need.
 
-        Blocks that later sequences should find must be published before this call.
+        To make a released block available to later sequences, publish it before this call.
         """
         for group, window in self.windowed:
             start, first = table.starts[group], self.first_needed(window, num_computed)
@@ -400,7 +407,7 @@ class BlockTables:
                 table.starts[group] = first
 
     def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return which sequences left a block behind a window when they advanced from `starts` to `ends`, bool [N]."""
+        """Return which of N sequences have a block to release after advancing from `starts` to `ends`, bool [N]."""
         leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
@@ -413,7 +420,7 @@ class BlockTables:
             pool.release(table.held(group))
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix. References are not counted."""
+        """Return a table with the blocks that are needed to resume a prefix. No references are added."""
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
         blocks = [array("q", [entry.blocks[group] or 0 for entry in hits]) for group in range(len(self.pools))]
@@ -423,10 +430,10 @@ class BlockTables:
 class PrefixCache:
     """Finds published prefixes of blocks of `block_size` tokens.
 
-    `num_blocks`: for each window, the number of blocks that its layers share; window None comes first, if there is one.
-    `enabled`: if False, nothing is published, so that nothing is found. `forget`: called with entries that can no
-    longer be found. `tables`: gives sequences their blocks. `identity`: identifies blocks. `claims`: the blocks that
-    are being computed.
+    `num_blocks`: for each window, the number of blocks in its group. Window None, if any, comes first. `enabled`: if
+    False, nothing is published, so that no lookup has hits. `forget`: called with the entries that are removed from the
+    index. `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being
+    computed.
     """
 
     def __init__(
@@ -451,9 +458,9 @@ class PrefixCache:
         return self._index.values()
 
     def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
-        """Return the entries of the longest prefix of tokens [0, limit) that can be resumed.
+        """Return the entries of the longest prefix within tokens [0, limit) that can be resumed.
 
-        The missing hashes of the chain are filled in.
+        Missing hashes of the chain are computed.
         """
         hits: list[Entry] = []
         if not self.enabled:
@@ -467,11 +474,14 @@ class PrefixCache:
         return self.deepest(hits)
 
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """Return the longest start of a run of entries that can be resumed and that ends with a ready entry."""
+        """Return the longest prefix of `run` that can be resumed and that ends with a ready entry.
+
+        `run`: consecutive entries from the first block on. `is_ready`: if None, all entries are ready.
+        """
         windowed = self.tables.windowed
         if not windowed and is_ready is None:
             return run
-        lost, found = dict.fromkeys(windowed, 0), 0  # for each window, the last entry that lacks its block
+        lost, found = dict.fromkeys(windowed, 0), 0  # for each window, the position of the last entry without a block
         for count, entry in enumerate(run, 1):
             for group, window in windowed:
                 if entry.blocks[group] is None:
@@ -482,14 +492,14 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block in the run after the hits that other chains are computing (`Claims.find`).
+        """Return the hash of the last block in the run of blocks after the hits that other chains are computing.
 
-        Only blocks within tokens [0, limit) count.
+        See `Claims.find`. The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
     def publish(self, chain: Chain, tokens: array[int], table: Table, num_computed: int) -> None:
-        """Publish the full blocks of the computed tokens [0, num_computed), if the chain is of the current epoch."""
+        """Publish the full blocks within tokens [0, num_computed). Chains of an earlier epoch are skipped."""
         if not self.enabled or chain.epoch != self.identity.epoch:
             return
         num_full = num_computed // self.block_size
@@ -500,7 +510,7 @@ class PrefixCache:
             chain.entries.append(self._publish(chain, *self.identity.content(chain, tokens, i), blocks))
 
     def invalidate(self) -> None:
-        """Drop every published prefix and begin the next epoch. Blocks and references are unchanged."""
+        """Drop all published prefixes and begin the next epoch. The references to blocks do not change."""
         self.identity.renew()
         for pool in self.tables.pools:
             pool.unpublish_all()
@@ -509,7 +519,7 @@ class PrefixCache:
         self.claims.clear()
 
     def check_integrity(self, tables: Iterable[Table]) -> None:
-        """Raise RuntimeError unless each block is accounted for by `tables`, and each published block by the index.
+        """Raise RuntimeError unless `tables` account for every block, and the index for every published block.
 
         `tables`: the tables of all sequences.
         """
@@ -521,7 +531,7 @@ class PrefixCache:
             if miscounted or wrong or named != pool.published:
                 raise RuntimeError(
                     f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} are not counted "
-                    "exactly once, or the index does not agree with the published blocks"
+                    "exactly once, or the index does not match the published blocks"
                 )
 
     def _find(self, key: bytes, parent: Entry | None, tokens: bytes, extra: bytes) -> Entry | None:
@@ -530,10 +540,11 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
-        """Return the entry for the next block of a chain, new or existing. An existing entry gets its missing blocks.
+        """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        A block in use replaces a cached block of the entry. Otherwise the cached block could be handed out while the
-        chain continues, and the blocks published after it would be unreachable.
+        An existing entry gets the blocks that it lacks. If the entry has a cached block, the chain's block, which is in
+        use, replaces the cached block. Without the replacement, the cached block could be reused while the sequence
+        runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)
@@ -554,7 +565,7 @@ class PrefixCache:
         return entry
 
     def _lose(self, group: int, entry: Entry) -> None:
-        """Remove an entry's block in a group, because the block is handed out again."""
+        """Remove an entry's block in one group, because the pool reuses the block."""
         entry.blocks[group] = None
         if not self._serves(entry):
             self._remove(entry)
@@ -562,15 +573,15 @@ class PrefixCache:
     def _serves(self, entry: Entry) -> bool:
         """Return whether an entry can be part of a prefix that can be resumed.
 
-        If there are layers without a window, the entry needs their KV of its last tokens. If all layers have windows,
-        the entry serves as long as it has a block or there are entries after it.
+        If some layers have no window, the entry must have its block in the group of these layers. If all layers have
+        windows, the entry must have a block in at least one group, or a child in the index.
         """
         if self.tables.windows[0] is None:
             return entry.blocks[0] is not None
         return entry.num_children > 0 or any(block is not None for block in entry.blocks)
 
     def _remove(self, entry: Entry) -> None:
-        """Remove an entry from the index, and the ancestors that served only this entry."""
+        """Remove an entry from the index, together with ancestors that no longer serve a prefix."""
         last: Entry | None = entry
         while last is not None:
             del self._index[last.hash]
@@ -581,7 +592,7 @@ class PrefixCache:
             last = self._left_alone(last.parent)
 
     def _left_alone(self, parent: Entry | None) -> Entry | None:
-        """Return the parent of a removed entry if the parent is in the index and no longer serves, otherwise None."""
+        """Return the parent of a removed entry if the parent must be removed, too; otherwise None."""
         if parent is None:
             return None
         parent.num_children -= 1

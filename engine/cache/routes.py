@@ -1,4 +1,4 @@
-"""The routed experts of published prefixes: for some entries of the index, the rows of their block's tokens.
+"""Routed experts of published prefixes: for some entries of the prefix index, the rows of the entry's tokens.
 
 | owned here                                           | owned elsewhere                                            |
 |------------------------------------------------------|------------------------------------------------------------|
@@ -6,11 +6,12 @@
 | the order in which rows were last used               | the format of rows, a sequence's rows (`outputs.routes`)   |
 | the capacity                                         | the use of rows, and when rows are added (`scheduler`)     |
 
-An entry gets its rows from a sequence that records them while it computes the block. This may be a later sequence than
-the one that published the block. Rows are not part of an entry's identity, and are dropped with the entry.
+An entry gets its rows from a sequence that computes the entry's block and records routed experts. That sequence may be
+a later one than the sequence that published the block. Rows are not part of an entry's identity, and are dropped with
+the entry.
 
-Promises: at most `capacity` entries have rows. Beyond that, new rows replace the least recently used rows. The entry
-that loses its rows stays in the index; a sequence that needs the rows computes the block again.
+Promises: at most `capacity` entries have rows. At the limit, new rows replace the least recently used rows. An entry
+that loses its rows stays in the index. A sequence that needs the missing rows computes the block again.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ class RouteRecords:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all rows."""
+        """The size of all rows, in bytes."""
         return len(self._rows) * self.block_bytes
 
     def recorded(self, run: Sequence[Entry]) -> list[Entry]:
-        """Return the longest start of a run of entries that all have rows."""
+        """Return the entries before the first entry without rows. `run`: consecutive entries."""
         count = next((i for i, entry in enumerate(run) if entry not in self._rows), len(run))
         return list(run[:count])
 
     def attach(self, entry: Entry, rows: bytes) -> None:
-        """Attach rows to an entry of the index. If the entry has rows already, they are the same."""
+        """Attach rows to an entry of the index. Rows that the entry already has must be equal to the new rows."""
         self._rows[entry] = rows
         self._rows.move_to_end(entry)
         if len(self._rows) > self.capacity:
             self._rows.popitem(last=False)
 
     def rows(self, entries: Sequence[Entry]) -> bytes:
-        """Return the concatenated rows of entries that all have rows."""
-        # The first entry is marked as most recently used, because the other rows are useless without its rows.
+        """Return the concatenated rows of entries. Every entry must have rows."""
+        # The first entry becomes the most recently used: without its rows, the rows of later entries are useless.
         for entry in reversed(entries):
             self._rows.move_to_end(entry)
         return b"".join([self._rows[entry] for entry in entries])
@@ -59,10 +60,10 @@ class RouteRecords:
             self._rows.pop(entry, None)
 
     def check_integrity(self, index: Iterable[Entry]) -> None:
-        """Raise RuntimeError unless all entries with rows are in the index, and number and size of rows are right."""
+        """Raise RuntimeError if an entry with rows is not in the index, or if the number or size of rows is wrong."""
         lost = self._rows.keys() - set(index)
         if lost or len(self._rows) > self.capacity or {*map(len, self._rows.values())} - {self.block_bytes}:
             raise RuntimeError(
-                f"routes: {len(lost)} of {len(self._rows)} entries with rows are not in the index, or there are more "
-                f"than {self.capacity}, or rows do not have {self.block_bytes} bytes"
+                f"routes: {len(lost)} of {len(self._rows)} entries with rows are not in the index, or more than "
+                f"{self.capacity} entries have rows, or an entry's rows do not have {self.block_bytes} bytes"
             )

@@ -1,4 +1,4 @@
-"""Models: the decoder, and the search and loading of its weights, tokenizer and settings.
+"""Models: the decoder, and the code that finds and loads its weights, tokenizer and settings.
 
-Owns model folders and everything read from them. Does not own the ops (`kernels`) or the memory of sequences.
+Owns access to model folders and their files. Does not own the ops (`kernels`) or the memory of sequences.
 """

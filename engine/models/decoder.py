@@ -1,8 +1,8 @@
-"""The decoder: the weights of a `DecoderSpec`, and its forward pass over the memory of its layers.
+"""The decoder: the weights and the forward pass of the model that a `DecoderSpec` describes.
 
-Owns the layout of the weights: in the form that the backend requires, under the names of the checkpoint
-(`checkpoint_tensors`). The caller provides the memory. Owns no memory of sequences, keeps no state between calls, and
-knows no model family.
+Owns the layout of the weights. Each weight has the form that the backend requires, and the name that a checkpoint uses
+(`checkpoint_tensors`). The caller allocates their memory. The decoder does not own the memory of sequences, keeps no
+state between calls, and has no code for particular model families.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ...kernels.stacks import Stack, StackLayout
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
-# The roles of stacks, and the roles of their parts in the order of the rows.
+# Maps the role of each stack to the roles of its parts, in the order of their rows.
 _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
 
 
 class EmbeddedRows(NamedTuple):
     """Embeddings of content other than text.
 
-    `places`: int64 [R], the indices of the tokens, all different. `rows`: [R, hidden_size], in the model's dtype.
+    `places`: int64 [R], the indices of the tokens, without duplicates. `rows`: [R, hidden_size], in the model's dtype.
     """
 
     places: Tensor
@@ -42,10 +42,10 @@ class ModelInput:
     """M tokens of a mixed batch.
 
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
-    layer, in the form of its mixer. `pages`: for each layer, the places in its memory to which it writes the keys and
-    values of the M tokens before attention, and from which it reads. `states`: for each sequence, the states that it
-    reads and the places to which it writes them; None if no layer has states. `embedded`: embeddings that replace the
-    embeddings of some tokens and are not scaled, or None.
+    layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
+    the M tokens, and where attention reads keys and values. `states`: for each sequence, the recurrent states to read
+    and where to write them; None if no layer has recurrent states. `embedded`: embeddings that replace those of some
+    tokens, or None. These embeddings are not scaled.
     """
 
     token_ids: Tensor
@@ -60,7 +60,7 @@ class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
     `hidden`: [M, hidden_size], after the last norm. `records`: further values for each token, by name. For a model with
-    experts, `ROUTES` has the experts chosen by each layer with experts, int32 [layers with experts, M, top_k].
+    experts, `records[ROUTES]` lists the experts that each token is routed to, int32 [layers with experts, M, top_k].
     """
 
     hidden: Tensor
@@ -68,10 +68,10 @@ class ModelOutput(NamedTuple):
 
 
 class Decoder:
-    """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
+    """The decoder's weights and forward pass. The weights are uninitialized until a checkpoint is copied into them.
 
-    `empty(*shape)` allocates each weight: an uninitialized tensor, always on the same device and of the same dtype
-    unless the call passes a `dtype`. The same spec and backend make the same calls in the same order.
+    `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
+    same dtype unless `dtype` is passed. A given spec and backend always make the same calls in the same order.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
@@ -106,11 +106,11 @@ class Decoder:
         return self.norm.device
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
-        """Return the destination of every tensor that a checkpoint must have, by its Hugging Face name."""
+        """Return the weights, by their Hugging Face names. A checkpoint must have a tensor for each weight."""
         return self._tensors
 
     def stack_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the parts by which a checkpoint may replace some of `checkpoint_tensors` (`Parts`)."""
+        """Return the names of the parts that a checkpoint may have in place of some `checkpoint_tensors` (`Parts`)."""
         spec = self.spec
         return {
             f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)
@@ -120,11 +120,11 @@ class Decoder:
         }
 
     def tied_tensors(self) -> dict[str, str]:
-        """Return the names under which a checkpoint may repeat other tensors, each with the name of the tensor."""
+        """Return the names under which a checkpoint may repeat a tensor, each with the name of the repeated tensor."""
         return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:
-        """Return the names under which a checkpoint may hold constants that are computed here."""
+        """Return the names of tensors that a checkpoint may have, but that the decoder computes itself."""
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
 
     @property
@@ -134,7 +134,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the weights."""
+        """The size of the weights, in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def forward(self, tokens: ModelInput) -> ModelOutput:

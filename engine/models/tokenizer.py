@@ -1,8 +1,8 @@
-"""Tokenizers: load a tokenizer from an untrusted file, and check it before use.
+"""Tokenizers: loads a tokenizer from an untrusted file, and checks the tokenizer before use.
 
-Decoding runs in the worker's own process, token by token. The length of a text must therefore be bounded by the number
-of its tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder makes a text at most `MAX_GROWTH` times as
-long, in a time that is proportional to the length.
+Decoding runs in the worker process, token by token. The length of a text must therefore be bounded by the number of
+tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder lengthens a text at most by the factor
+`MAX_GROWTH`, and takes time proportional to the length of the text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REGEX_OPERATORS = frozenset(b"*+?{(\\")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer in a tokenizer.json, after a trial in a child process.
+    """Load a tokenizer.json, after a trial load in a child process.
 
     Raise ModelError if the trial fails or exceeds its limits, or if `check_tokenizer` rejects the tokenizer.
     """
@@ -47,7 +47,7 @@ def _loaded(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much."""
+    """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much or take long."""
     if (longest := longest_token(tokenizer.get_vocab())) > MAX_TOKEN_CHARS:
         raise ModelError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}; use another tokenizer")
     if tokenizer.decoder is not None:
@@ -61,9 +61,9 @@ def longest_token(vocabulary: dict[str, int]) -> int:
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError if a decoder can make a text more than `MAX_GROWTH` times as long, or may take long.
+    """Raise ModelError if a decoder may lengthen a text by more than the factor `MAX_GROWTH`, or may take long.
 
-    `decoder`: the decoder in the form of tokenizer.json.
+    `decoder`: the decoder as described in tokenizer.json.
     """
     steps, waiting = [], [decoder]
     while waiting and len(steps) <= _MAX_STEPS:
@@ -83,7 +83,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoding step lengthens a text. Each token counts as one more character."""
+    """Return the largest factor by which a decoding step lengthens a text. A token counts as one extra character."""
     match step["type"]:
         case "Sequence":
             return 1
@@ -92,7 +92,7 @@ def _growth(step: dict[str, Any]) -> float:
         case "WordPiece":
             return 2  # a space before each token
         case "BPEDecoder":
-            return 1 if step["suffix"] else 2  # an empty suffix is found between all characters
+            return 1 if step["suffix"] else 2  # an empty suffix matches between all characters
         case "CTC":
             return 1 if step["word_delimiter_token"] else 2
         case "Replace":

@@ -1,6 +1,7 @@
-"""Trials: work on untrusted files is first tried in a child process with little time and memory.
+"""Trials: work on untrusted files runs first in a child process with limited time and memory.
 
-Promises: a trial ends within its limits, whatever the work does. It leaves behind neither memory nor a process.
+Promises: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process is
+gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAX_TEXT_BYTES = 4096
 class Limits:
     """The limits of a child process.
 
-    `cpu_seconds`: processor time. `seconds`: wall-clock time. `more_bytes`: address space in addition to the address
+    `cpu_seconds`: processor time. `seconds`: wall-clock time. `more_bytes`: address space beyond the current address
     space of this process.
     """
 
@@ -37,13 +38,14 @@ class Limits:
 
 
 class TrialError(Exception):
-    """The work failed; the message says how."""
+    """The work failed. The message describes the failure."""
 
 
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
-    """Do `work` in a forked child process and discard its memory.
+    """Run `work` in a forked child process, and discard the results.
 
-    Raise TrialError if the work raises or exceeds the limits, UnavailableError if the system cannot start a process.
+    Raise TrialError if the work raises or exceeds the limits. Raise UnavailableError if the system cannot start a
+    process.
     """
     limits = limits or Limits()
     with room_for_a_process():
@@ -61,7 +63,7 @@ def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
 
 @contextmanager
 def room_for_a_process() -> Iterator[None]:
-    """Turn an OSError into an UnavailableError that says that no process can be started."""
+    """Convert an OSError to an UnavailableError that says that no process can be started."""
     try:
         yield
     except OSError as error:
@@ -72,7 +74,9 @@ def room_for_a_process() -> Iterator[None]:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Do `work` in a child process, and return its id. The child then ends without the exit handlers of this process.
+    """Fork a child process that runs `work`, and return its process id.
+
+    The child exits without running the exit handlers of this process.
 
     Raise UnavailableError if the system cannot start a process.
     """
@@ -87,14 +91,14 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def end(child: int) -> None:
-    """Kill a process that `forked` started, and wait until it is gone."""
+    """Kill a process that `forked` started, and wait until the process is gone."""
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
 def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
-    """Do the work in the child, and report the outcome."""
+    """Run the work in the child process, and report the outcome."""
     told = b"-"
     try:
         close_all_but(writer)
@@ -111,7 +115,7 @@ def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
 
 
 def _read(reader: int, deadline: float) -> bytes:
-    """Return the report of the child, or nothing if the child was killed or takes too long."""
+    """Return the report of the child. The report is empty if the child was killed or takes too long."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     is_there = poll.poll(max(0, deadline - time.monotonic()) * 1000)
@@ -121,7 +125,7 @@ def _read(reader: int, deadline: float) -> bytes:
 def close_all_but(descriptor: int) -> None:
     """Close all inherited descriptors except `descriptor` and the standard streams.
 
-    The connections of the parent then end when the parent closes them.
+    An inherited copy would keep a connection open after the parent closes it.
     """
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
@@ -136,7 +140,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Make the kernel kill this process after `seconds` more of processor time."""
+    """Make the system kill this process after it has used `seconds` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
 

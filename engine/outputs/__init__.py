@@ -1,5 +1,5 @@
-"""Open requests: accepted samples and scores until they end, stop strings, and routed experts.
+"""Outputs: open samples and scores, stop strings, and records of routed experts.
 
-Owns the growing samples and scores, with everything recorded for their tokens, and stop strings. Does not own which
-sequence computes them (`scheduling`) or why a sample ends (`pipeline`).
+Owns open samples and scores, everything recorded for their tokens, and the search for stop strings. Does not own the
+sequences that compute samples and scores (`scheduling`), or the decision that a sample ends (`pipeline`).
 """

@@ -1,7 +1,7 @@
-"""Open requests: samples that grow and scores that fill up.
+"""Open requests: samples that gain tokens, and scores that gain log-probs.
 
-Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the samples that grew since their last
-delta (`Grown`).
+Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the samples with tokens that no delta has
+reported yet (`Grown`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class DrawRecord(NamedTuple):
     """How the tokens of one sample are drawn.
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
-    `Distribution`. `basis`: the distribution of the log-probs, as an index into `BASES`. `num_tops`: how many of the
-    most probable tokens are listed beside the entropy; -1 if neither is recorded. `is_special`: whether filters apply
-    or statistics are recorded. `first_free`: the first position at which no token is banned. `end`: the first position
-    beyond `max_tokens`.
+    `Distribution`. `basis`: the index in `BASES` of the distribution of the log-probs. `num_tops`: how many of the most
+    probable tokens are recorded together with the entropy; -1 records neither. `is_special`: whether filters apply or
+    statistics are recorded. `first_free`: the first position at which no token is banned. `end`: the position after the
+    last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -86,7 +86,7 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """Return the record for scoring given tokens. Only the fields of the distribution are set."""
+        """Return the record for scoring given tokens, with only the fields of the distribution set."""
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
@@ -96,23 +96,23 @@ DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? q q".split(), 
 
 
 def divisor(distribution: Distribution) -> float:
-    """Return the float32 by which logits are divided. A temperature beyond float32 becomes infinity.
+    """Return the float32 value by which logits are divided. Temperatures above the float32 range become infinity.
 
-    Greedy rows keep their logits: the divisor is 1.
+    For greedy sampling the divisor is 1.
     """
     value = 1.0 if distribution.is_greedy else max(distribution.temperature, LOWEST_TEMPERATURE)
-    # array("f") turns such a number into infinity; torch would refuse it, and numpy would warn.
+    # For numbers above the float32 range, array("f") returns infinity, torch raises and numpy warns.
     return array("f", (value,))[0]
 
 
 def as_signed(seed: int) -> int:
-    """Return the int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the same bits as an unsigned 64-bit number."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Commit:
-    """A set of weights, from its commit until the next commit. Two commits may have the same version."""
+    """The weights from one commit until the next commit. Two commits may have the same version."""
 
     version: int
 
@@ -121,11 +121,11 @@ class Commit:
 class OpenSample:
     """An unfinished sample.
 
-    `order`: the order of arrival of its request, then its index. `draw`: how tokens are drawn. `ending_tokens`: the
-    tokens that end the sample. `banned`: the same tokens, as a list of the tokens banned before `min_tokens`.
-    `logprobs`: None if not requested. `records`: the columns that `top_logprobs` requested, or None. `commits`: each
-    set of weights that produced tokens of the sample, with the index of its first token. `error`: the
-    reason, if the sample ends with an error. `joined`: whether another request computes the prompt. `num_told`: the
+    `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
+    that end the sample. `banned`: the same tokens as an array, because they are banned before `min_tokens`. `logprobs`:
+    None if not requested. `records`: the columns requested by `top_logprobs`, or None. `commits`: the commits with
+    which tokens were drawn, each with the index of the first such token. `error`: a description of the error that ends
+    the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier request. `num_told`: the
     number of tokens that deltas have reported; None if deltas were not requested.
     """
 
@@ -148,14 +148,14 @@ class OpenSample:
 
     @property
     def num_fed(self) -> int:
-        """The number of fed tokens of prompt and sample: all but the last token, or 0 if the sample has no token."""
+        """The number of tokens fed to the model: prompt and sample without the last token; 0 before the first draw."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
         """Return the sample in its current state.
 
-        `num_hits`: the number of tokens that its sequence found in the cache at admission. `routed_experts`: the
-        experts of all fed tokens.
+        `num_hits`: the number of tokens that the sequence found in the cache when it first started. `routed_experts`:
+        the experts of all tokens fed to the model.
         """
         return SampleOutput(
             request_id=self.request.id,
@@ -172,7 +172,7 @@ class OpenSample:
         )
 
     def take_delta(self) -> SampleDelta:
-        """Return the tokens that no delta has reported yet. Deltas must have been requested for the sample."""
+        """Return the tokens that no delta has reported yet. Deltas of the sample must have been requested."""
         assert self.num_told is not None
         start, self.num_told = self.num_told, len(self.token_ids)
         return SampleDelta(
@@ -196,7 +196,7 @@ class OpenSample:
 
 @dataclass(eq=False, slots=True)
 class OpenScore:
-    """An unfinished score request. Its columns fill up as chunks are computed.
+    """An unfinished score request, with columns that are filled as chunks are computed.
 
     `columns`: as in `ScoreOutput`.
     """
@@ -206,13 +206,14 @@ class OpenScore:
 
     @classmethod
     def of(cls, request: ScoreRequest) -> OpenScore:
-        """Return a score without any computed entry."""
+        """Return an open score with no log-probs computed yet."""
         return cls(request, new_columns(True, request.top_logprobs, len(request.token_ids) - 1))
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
-        """Return the score's output: all log-probs if it is complete, otherwise none.
+        """Return the output of the score. A score that was aborted has no log-probs.
 
-        `version`: the weights that produced them. `routed_experts`: the experts of all fed tokens.
+        `version`: the version of the weights that computed the log-probs. `routed_experts`: the experts of all tokens
+        fed to the model.
         """
         columns = self.columns if reason == "stop" else cut_columns(self.columns, 0, 0)
         rows = len(columns[LOGPROBS.name])
@@ -226,23 +227,23 @@ class OpenScore:
 
 
 class Grown:
-    """The streamed samples with new tokens."""
+    """The streamed samples with tokens that no delta has reported yet."""
 
     def __init__(self) -> None:
         self._samples: list[OpenSample] = []
 
     def follow(self, samples: Iterable[OpenSample]) -> None:
-        """Report the growth of these samples from now on, beginning with their current tokens."""
+        """Include these samples in the deltas from now on, beginning with the tokens drawn so far."""
         for sample in samples:
             if sample.num_told is None:
                 sample.num_told = 0
                 self._samples += [sample] * bool(sample.token_ids)
 
     def note(self, sample: OpenSample) -> None:
-        """Note that a followed sample got a token."""
+        """Record that a streamed sample got a token."""
         self._samples.append(sample)
 
     def take(self, is_open: Callable[[OpenSample], bool]) -> list[SampleDelta]:
-        """Return the new tokens of the open samples since the last call."""
+        """Return the tokens drawn for open samples since the last call."""
         grown, self._samples = self._samples, []
         return [sample.take_delta() for sample in dict.fromkeys(grown) if is_open(sample)]

@@ -1,8 +1,8 @@
-"""The record of routed experts: the experts that each layer with experts chose for each token that was fed.
+"""Records of routed experts: the experts that each MoE layer chose for each token fed to the model.
 
-The record of a token is one row. For each layer with experts, the row lists the ids of the chosen experts in ascending
-order. The last token of a sample is never fed and has no row. A row is written once. After a change of weights, the
-tokens drawn before are fed again but keep their rows: like its log-prob, the row of a token comes from the weights that
+Each token has one row. For each layer with experts, the row lists the ids of the chosen experts in ascending order. The
+last token of a sample has no row, because it is never fed to the model. A row is written once: if the weights change,
+tokens are fed to the model again, but keep their rows. The row of a token was therefore computed with the weights that
 drew the next token.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RouteFormat:
-    """The format of a model's rows: in each of `layers` layers the ids of `top_k` out of `num_experts` experts."""
+    """The format of a row: for each of `layers` layers, the ids of the `top_k` chosen among `num_experts` experts."""
 
     layers: int
     top_k: int
@@ -28,7 +28,7 @@ class RouteFormat:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the row of one token."""
+        """The size of one token's row, in bytes."""
         return self.layers * self.top_k * self.dtype.itemsize
 
     def array(self, rows: bytes) -> np.ndarray:
@@ -45,14 +45,13 @@ class RouteFormat:
 class Routes:
     """The rows of tokens [0, num_rows) of one sequence, each of `row_bytes` bytes.
 
-    `fresh`: the first row that was computed with the weights of the sequence's chain. Only rows from this row on may be
-    published.
+    `fresh`: the first row computed with the weights of the sequence's current chain. Earlier rows are never published.
     """
 
     def __init__(self, row_bytes: int, shared: bytes = b"", fresh: int = 0) -> None:
         self.row_bytes = row_bytes
         self.fresh = fresh
-        self.shared = shared  # the first rows, shared by the samples of a group
+        self.shared = shared  # the first rows, shared by all samples of a request
         self.own = bytearray()
 
     @property
@@ -61,24 +60,24 @@ class Routes:
         return (len(self.shared) + len(self.own)) // self.row_bytes
 
     def begin(self, rows: bytes) -> None:
-        """Replace all rows by `rows`, when the computation of the sequence begins."""
+        """Replace all rows with `rows`. Called when the sequence starts to run."""
         self.shared, self.own, self.fresh = rows, bytearray(), 0
 
     def put(self, start: int, rows: memoryview) -> None:
-        """Append the rows that are not recorded yet.
+        """Append rows, skipping the rows that are already recorded.
 
         `rows`: the rows of the tokens from `start` on. `start` must be at most `num_rows`.
         """
         self.own += rows[(self.num_rows - start) * self.row_bytes :]
 
     def fork(self) -> Routes:
-        """Return a record that shares the current rows in memory and grows independently."""
+        """Return a record that shares the memory of the current rows. Rows appended later are not shared."""
         if self.own:
             self.shared, self.own = self.shared + self.own, bytearray()
         return Routes(self.row_bytes, self.shared, self.fresh)
 
     def rows(self, start: int, end: int) -> bytes:
-        """Return the rows of tokens [start, end), which must be recorded."""
+        """Return the rows of tokens [start, end). All of these rows must be recorded."""
         assert end <= self.num_rows
         first, last, border = start * self.row_bytes, end * self.row_bytes, len(self.shared)
         return self.shared[first:last] + bytes(self.own[max(0, first - border) : max(0, last - border)])

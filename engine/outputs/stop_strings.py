@@ -1,7 +1,7 @@
 """Stop strings, the only feature for which a worker needs a tokenizer.
 
-Promises: watching costs the same for each token, however long the text before it. If a tokenizer fails in any way,
-`StopStrings` and `load_vocabulary` raise an `Exception` of this package, so that other samples are not affected.
+Promises: the cost per token does not grow with the length of the text. Whatever a tokenizer raises, `StopStrings` and
+`load_vocabulary` raise an `Exception` of this package, so that a failure affects no other sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from ..models.tokenizer import load_tokenizer
 
 
 class TokenizerError(Exception):
-    """A tokenizer failed; the message says how."""
+    """A tokenizer failed. The message describes the failure."""
 
 
 class Vocabulary:
-    """A tokenizer for decoding only. Propagates whatever the tokenizer raises, even if it is not an `Exception`."""
+    """A tokenizer for decoding only.
+
+    Errors of the tokenizer are propagated, including a `BaseException` that is not an `Exception`.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,16 +35,16 @@ class Vocabulary:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def is_silent(self, token_id: int) -> bool:
-        """Return whether the token never adds text, because it is special or unknown."""
+        """Return whether the token is special or unknown, and therefore never adds text."""
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens; special tokens are skipped."""
+        """Return the text of tokens, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class StopStrings:
-    """Watches the text of one sample for any of `stops`, token by token."""
+    """Searches the text of one sample for the strings `stops`, token by token."""
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
         self._vocabulary, self._stops = vocabulary, stops
@@ -50,7 +53,9 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Start after these tokens. Read only the last tokens, in which a stop string could begin.
+        """Set the tokens before the first `feed`.
+
+        Only the last tokens, in which a stop string could begin, are decoded.
 
         Raise TokenizerError if the tokenizer fails.
         """
@@ -61,7 +66,7 @@ class StopStrings:
             self.feed(token_id)
 
     def feed(self, token_id: int) -> str | None:
-        """Add a token. Return the stop string that ends first in the added text, or None.
+        """Add a token. Return the stop string that ends first in the new text, or None if there is none.
 
         Raise TokenizerError if the tokenizer fails.
         """
@@ -76,8 +81,8 @@ class StopStrings:
     def _is_short(self, token_ids: Sequence[int]) -> bool:
         """Return whether `feed_prior` must start before these tokens.
 
-        It must if a stop string may begin before them, or if their text begins within a character. One or several
-        replacement marks stand for the bytes of a partial character.
+        Earlier tokens are needed if a stop string may begin before these tokens, or if their text begins within a
+        character. A partial character is decoded as one or more replacement characters.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))
@@ -96,10 +101,10 @@ def _explained() -> Iterator[None]:
 
 @cache
 def load_vocabulary(folder: Path) -> Vocabulary:
-    """Return the tokenizer of a model folder.
+    """Load the tokenizer of a model folder for decoding.
 
-    Raise InvalidRequestError if the folder has no readable tokenizer, UnavailableError if the process that tries the
-    tokenizer cannot be started.
+    Raise InvalidRequestError if the folder has no tokenizer that can be loaded. Raise UnavailableError if the process
+    for the trial load cannot be started.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -113,5 +118,5 @@ def load_vocabulary(folder: Path) -> Vocabulary:
         raise
     except BaseException as error:  # a panic of the library is not an Exception
         raise InvalidRequestError(
-            f"stop: the tokenizer in {path} fails: {error}; save it again, or use stop_token_ids", field="stop"
+            f"stop: cannot load the tokenizer {path}: {error}; save it again, or use stop_token_ids", field="stop"
         ) from error

@@ -1,4 +1,5 @@
-"""Running: a loaded model, its weights, and the computation of a step with them.
+"""Running: the loaded model, its weights, and the computation of steps.
 
-Owns everything on the device. Does not own requests, sequences or blocks; a `Step` describes them as arrays.
+Owns everything on the device. Does not own requests, sequences or blocks. A `Step` describes the work of a step as
+arrays.
 """

@@ -1,11 +1,11 @@
-"""The executor of steps: the model, its memory, its CUDA graphs and its sampler, on one device.
+"""The executor: computes steps on one device, with the model, its memory, its CUDA graphs and its sampler.
 
-Owns everything on the device, from warm-up to sleep: weights, KV cache, recurrent states, CUDA graphs and the counts of
-experts; and the sleep state of weights and KV cache. Does not own requests, sequences or blocks. A `Step` describes the
-computation as arrays, so that a leader could send it to followers that compute the same.
+Owns everything on the device: weights, KV cache, recurrent states, CUDA graphs and expert counts. Also owns warm-up,
+and the sleep state of weights and KV cache. Does not own requests, sequences or blocks. A `Step` describes the
+computation as plain arrays, so that a leader process could send the step to follower processes.
 
-Promises: the results of a step are a function of the step, of the previous steps and of the weights. `compute` does not
-synchronize the device. The caller can queue the next step before it waits for the result.
+Promises: the results of a step depend only on the step, the previous steps and the weights. `compute` does not
+synchronize the device. The caller can queue the next step before it waits for the results of this step.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ log = logging.getLogger(__name__)
 class StepResults(NamedTuple):
     """The results of a step, on the host.
 
-    `drawn`: None if the step draws nothing. `scores`: the columns of each score of the step: log-probs, and with
-    `top_logprobs` also the entropy, and the ids and log-probs of the most probable tokens. `routes`: the rows of the
-    step's tokens in the form of `RouteFormat`, or None if not recorded; always recorded with drafted tokens.
-    `expert_tokens`: see `EngineStats`, without drafted tokens; empty for a model without experts.
+    `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score of the step, a list of
+    columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids and
+    log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format `RouteFormat`,
+    or None if not recorded; always recorded with drafted tokens. `expert_tokens`: as in `EngineStats`, without drafted
+    tokens; empty for a model without experts.
     """
 
     drawn: Drawn | None
@@ -62,10 +63,10 @@ class Computation(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Computes one step after the other.
+    """Computes steps, one after the other.
 
-    `runs_ahead`: whether to queue a step before waiting for the previous one. `routes`: the format of recorded experts,
-    or None for a model without experts.
+    `runs_ahead`: whether to queue a step before waiting for the previous step. `routes`: the format of recorded
+    experts, or None for a model without experts.
     """
 
     @property
@@ -85,13 +86,14 @@ class Executor(Protocol):
         ...
 
     def compute(self, step: Step) -> Computation:
-        """Queue a step behind the step in flight, which draws the queued step's `unseen` tokens."""
+        """Queue a step behind the step in flight. The step in flight draws the `unseen` tokens of the queued step."""
         ...
 
     def commit(self, staging: WeightStaging) -> None:
         """Use the staged weights from the next step on.
 
-        Raise RuntimeError if the weights sleep, ValueError if the staging is incomplete. In both cases nothing changes.
+        Raise RuntimeError, with nothing changed, if the weights sleep. Raise ValueError, with nothing changed, if the
+        staging is incomplete.
         """
         ...
 
@@ -104,12 +106,12 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights` and `kv_cache` hold now, 0 for memory that sleeps or was dropped."""
+        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes."""
         ...
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether steps are queued before the host has seen the tokens of the previous step."""
+    """Return whether steps on this device are queued before the host has seen the previous step's tokens."""
     return device.type == "cuda"
 
 
@@ -134,16 +136,21 @@ class LocalComputation:
 
 
 class LocalExecutor:
-    """The executor of one process on one device, warmed up. Raise ConfigError if `config` cannot be served."""
+    """The executor of one process on one device. Construction includes the warm-up.
+
+    Raise ConfigError if `config` cannot be served.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         device = loaded.model.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # for this thread: events and graphs belong to the current device
+            torch.cuda.set_device(device)  # events and graphs are created on the thread's current device
         started = time.monotonic()
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
-        spare = 1 if uses_graphs(config, loaded) else 0  # one block and one state slot, for the padding of graphs
+        spare = (
+            1 if uses_graphs(config, loaded) else 0
+        )  # one block per window and one state slot, for the padding rows of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
         self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
@@ -203,7 +210,7 @@ class LocalExecutor:
         self._asleep.update(tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Reallocate the memory of `tags`. Once nothing sleeps any more, capture the CUDA graphs again."""
+        """Reallocate the memory of `tags`. When no memory sleeps any more, capture the CUDA graphs again."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:
@@ -230,14 +237,14 @@ class LocalExecutor:
         return HostCopies(found)
 
     def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
-        """Draw the tokens of a step. `graphs`: the graphs that computed the step, or None."""
+        """Draw the tokens of a step. `graphs`: the CUDA graphs that computed the step, or None."""
         if graphs is not None and graphs.draws(step):
             return graphs.draw(step)
         return self._sampler.draw(hidden, step.draws)
 
 
 def _buckets(info: EngineInfo) -> dict[str, int]:
-    """Return the bytes of an engine's memory by purpose."""
+    """Return the sizes of an engine's memory, in bytes, each with a description."""
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:

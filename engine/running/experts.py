@@ -1,7 +1,7 @@
-"""The experts that a step chose: recorded rows and counts, in transfer to the host.
+"""Routed experts of a step: rows and counts, which are copied to the host asynchronously.
 
-The rows list the experts of each token of the step, if they are recorded. The counts are the numbers of tokens routed
-to each expert so far. Owns the counts, on the device. Does not synchronize the device.
+A row lists the recorded experts of one token of the step. The counts are the numbers of tokens routed to each expert so
+far. This module owns the counts on the device, and does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """The chosen experts of a step.
+    """The routed experts of a step.
 
-    `rows`: the recorded rows of the step's tokens, [M, layers, top_k]; None if they are not recorded. `counts`: int64
-    [layers, num_experts], the number of tokens routed to each expert of a layer up to and including this step.
+    `rows`: the rows of the step's tokens, [M, layers, top_k], or None if the step records no experts. `counts`: int64
+    [layers, num_experts], the number of tokens routed to each expert up to and including this step.
     """
 
     rows: HostCopies | None
@@ -31,7 +31,7 @@ class StepRoutes:
 
 
 class ExpertCounts:
-    """Counts the experts chosen by the steps of a model."""
+    """Counts the tokens routed to each expert of a model."""
 
     def __init__(self, format: RouteFormat, device: torch.device) -> None:
         self.format = format
@@ -40,10 +40,11 @@ class ExpertCounts:
 
     @torch.inference_mode()
     def take(self, routes: Tensor, counted: Tensor | None, is_recorded: bool) -> StepRoutes:
-        """Count the chosen experts of a step, and start the transfer to the host.
+        """Count the tokens that a step routes to each expert, and start to copy the results to the host.
 
-        `routes`: int32 [layers, M, top_k]. `counted`: int64, the tokens to count; None: all. `is_recorded`: whether to
-        return the rows of its tokens.
+        `routes`: the chosen experts, int32 [layers, M, top_k]. `counted`: int64, the tokens to
+        count; None: all. `is_recorded`: whether to return the rows of the step's
+        tokens.
         """
         chosen = (routes if counted is None else routes[:, counted]).flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))
@@ -56,7 +57,7 @@ class ExpertCounts:
 
 
 def route_format(spec: DecoderSpec) -> RouteFormat | None:
-    """Return the route format of a model, or None if it has no experts."""
+    """Return the route format of a model, or None for a model without experts."""
     if not (experts := spec.experts):
         return None
     return RouteFormat(len(experts), experts[0].top_k, experts[0].num_experts)

@@ -1,17 +1,17 @@
-"""Decode steps as CUDA graphs: one launch in place of several hundred.
+"""Decode steps as CUDA graphs: one launch replaces several hundred kernel launches.
 
-The number of rows of a graph is a power of two. For each of these sizes there are two graphs. One holds the kernels of
-the forward pass, which computes hidden states and the model's records. The other holds the kernels of plain draws from
-these hidden states. Both read and write the memory addresses that were captured.
+The number of rows of a graph is a power of two. There are two graphs of each size. The forward graph computes hidden
+states and the model's records. The draw graph makes plain draws (without filters, bans and statistics) from these
+hidden states. A replay reads and writes the memory addresses that were captured.
 
-A step in which each sequence computes one token replays the first graph. If one plain draw per sequence follows, the
-step replays the second graph, too. Otherwise its draws are computed as for any other step. A step with fewer rows is
-padded; by the contract of the ops, padding changes no bit of the other rows. Padding reads and writes `spare_blocks`:
-for each window, one block of the KV cache that no sequence uses. Padding reads no recurrent state, and writes the slot
-`spare_state`, which no sequence uses either.
+A step in which each sequence computes one token replays the forward graph. If the step makes one plain draw per
+sequence, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step with fewer rows than
+its graph is padded. By the contract of the ops, padding does not change a bit of the other rows. Padding rows read and
+write `spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows read no recurrent
+state, and write the slot `spare_state`, which no sequence uses.
 
-Owns the graphs and their inputs. Graphs stay valid as long as weights and KV cache stay in place. If these move, call
-`forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
+Owns the graphs and their inputs. Graphs are valid while weights and KV cache keep their addresses. If weights or KV
+cache move, call `forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation once. Returns its outputs, and a function that recomputes them from the current inputs."""
+    """Runs a computation. Returns its outputs, and a function that computes them again from the current inputs."""
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 
 
 class CudaCapture:
-    """Capture with `torch.cuda.CUDAGraph`. All graphs share a memory pool, because they never run at the same time."""
+    """Captures with `torch.cuda.CUDAGraph`. All graphs share a memory pool, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
-        compute()  # The first run compiles and loads kernels, which a capture must not do.
+        compute()  # The first run compiles and loads kernels, which is not allowed during a capture.
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as one that stages weights, may continue to allocate.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -55,14 +55,14 @@ class CudaCapture:
 
 
 class _Padding(NamedTuple):
-    """The memory of padding rows. `blocks`: a spare block for each window. `states`: [2, 1], as in `Step`."""
+    """The memory that padding rows use. `blocks`: a spare block for each window. `states`: [2, 1], as in `Step`."""
 
     blocks: Sequence[int]
     states: Tensor
 
 
 class _Inputs:
-    """The inputs of a graph with `size` rows; at first all rows are padding."""
+    """The inputs of a graph with `size` rows. At first, all rows are padding."""
 
     def __init__(
         self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
@@ -110,7 +110,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured computation. `outputs`: its outputs, which each `replay` overwrites."""
+    """A captured computation. Each `replay` overwrites `outputs`."""
 
     outputs: Outputs
     replay: Callable[[], object]
@@ -120,9 +120,8 @@ class _Graph:
 class _Graphs:
     """The graphs of one size.
 
-    `inputs`: the inputs that each replay reads. `forward`: the graph of the forward pass; its outputs are the hidden
-    states, then the records. `names`: the names of these records. `draw`: the graph of the draws, which also reads the
-    hidden states.
+    `inputs`: the inputs that each replay reads. `forward`: the forward graph; its outputs are the hidden states and the
+    records. `names`: the names of the records. `draw`: the draw graph, which also reads the hidden states.
     """
 
     inputs: _Inputs
@@ -132,7 +131,7 @@ class _Graphs:
 
 
 class DecodeGraphs:
-    """Graphs for steps of up to `max_num_seqs` decodes of up to `max_model_len` tokens each; none before `capture`."""
+    """Graphs for steps with up to `max_num_seqs` decodes of up to `max_model_len` tokens each."""
 
     def __init__(
         self,
@@ -151,7 +150,10 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graphs] = {}
 
     def capture(self) -> None:
-        """Capture all graphs, unless they exist. The largest comes first, so that smaller graphs reuse its memory."""
+        """Capture all graphs, unless they exist.
+
+        The largest is captured first, so that smaller graphs reuse its memory.
+        """
         if not self._graphs:
             capture = self._new_capture()
             self._graphs = {size: self._captured(size, capture) for size in reversed(self._sizes)}
@@ -165,13 +167,13 @@ class DecodeGraphs:
         return len(step.token_ids) == len(step.context_lens)
 
     def draws(self, step: Step) -> bool:
-        """Return whether one plain draw follows each of these tokens, so that `draw` can compute the draws."""
+        """Return whether the step makes one plain draw per sequence, so that `draw` can compute the draws."""
         count, rows = len(step.context_lens), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain
 
     def run(self, step: Step, lanes: LaneState | None) -> ModelOutput:
-        """Run a step and return the output of `ModelRunner.run`. The output is valid until the next call."""
+        """Compute a step and return the same output as `ModelRunner.run`. The output is valid until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
         graphs.inputs.fill_tokens(step, self._runner, lanes)
         graphs.forward.replay()
@@ -179,7 +181,7 @@ class DecodeGraphs:
         return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})
 
     def draw(self, step: Step) -> Drawing:
-        """Draw the next tokens of the step for which `run` was called last."""
+        """Draw the tokens of the step that `run` computed last."""
         graphs = self._of(step)
         graphs.inputs.fill_draws(step)
         graphs.draw.replay()

@@ -1,4 +1,4 @@
-"""Loading: from a configuration to a model in memory, and to the numbers derived from both: lengths, blocks, bytes."""
+"""Loading: loads the model that a configuration names, and derives its limits: lengths, blocks and bytes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, its backend, and the end-of-sequence tokens that its folder names.
+    """A model in memory, its backend, and the end-of-sequence tokens named in the model folder.
 
-    Several engines can share it, as long as none of them commits other weights or puts the weights to sleep.
+    Several engines can share a loaded model, as long as no engine commits other weights or puts the weights to sleep.
     """
 
     folder: Path
@@ -58,19 +58,20 @@ class LoadedModel:
 class EngineInfo:
     """The properties and limits of an engine, fixed at start-up.
 
-    `isa`: the instruction set of the backend. `backend_note`: the reason why a faster backend is not used, or empty.
-    `torch_version`: the version of the torch package.
+    `isa`: the instruction set that the backend uses. `backend_note`: the reason why a faster backend is not used, or
+    empty. `torch_version`: the version of the torch package.
 
-    `windows`: the windows of the model's layers in tokens; None, for layers without a window, comes first. The layers
-    with the same window share blocks: `num_blocks` for the first window, `window_blocks` for each further window.
+    `windows`: the attention windows of the model's layers, in tokens. The window None, of layers without a window,
+    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the blocks of the first window.
+    `window_blocks`: the blocks of each further window.
 
-    `live_states`, `checkpoints`, `state_interval`, `state_bytes`: for recurrent states, as in `MemoryPlan`; 0 for
-    models without recurrent layers. `expert_layers`, `num_experts`, `experts_per_token`: the number of layers with
-    experts, of experts in such a layer, and of experts to which a token is routed. `route_bytes`: the bytes of one
-    token's recorded experts. All four are 0 for models without experts.
+    `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
+    layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
+    `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the bytes of one
+    token's recorded experts. The four fields about experts are 0 for models without experts.
 
-    `scratch_bytes`: approximate bytes of the largest step. `warm_up_seconds`: the time to compile kernels, plan memory
-    and capture CUDA graphs after the weights were loaded.
+    `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the time that the warm-up
+    took after the weights were loaded, to compile kernels, plan memory and capture CUDA graphs.
     """
 
     model: str
@@ -112,13 +113,13 @@ class EngineInfo:
 
     @property
     def blocks_by_window(self) -> tuple[int, ...]:
-        """The number of blocks shared by the layers of each window."""
+        """The number of blocks in the pool of each window."""
         return self.num_blocks, *self.window_blocks
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The properties of a model that are known before its memory is allocated."""
+    """The properties of a model, determined before memory is allocated."""
 
     folder: Path
     build: Callable[[Empty], Decoder]
@@ -128,15 +129,15 @@ class _Plan:
     eos_token_ids: tuple[int, ...]
 
     def outline(self) -> Decoder:
-        """Return the model without memory."""
+        """Return the model on torch's meta device, without memory."""
         return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load a model and its backend.
 
-    Raise ConfigError if the device or the backend is missing or cannot serve the model, ModelError if the model cannot
-    be loaded. If the checkpoint does not fit the model, no memory is allocated.
+    Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
+    cannot be loaded. The checkpoint is checked before memory is allocated.
     """
     plan = _plan(config, _find_model)
     outline = plan.outline()
@@ -152,15 +153,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def outline(config: EngineConfig) -> Decoder:
-    """Return the model that `config.model` names, without memory. See `load_dummy` for the names and the errors."""
+    """Return the model that `config.model` names, on torch's meta device (without memory).
+
+    Accepts the same names and raises the same errors as `load_dummy`.
+    """
     return _plan(config, find_config).outline()
 
 
 def load_dummy(config: EngineConfig) -> LoadedModel:
     """Return a model with random weights, and its backend.
 
-    `config.model` names only the model's configuration, in one of the forms that `find_config` accepts. Raise the same
-    errors as `load_model`.
+    `config.model`: the model's configuration, in one of the forms that `find_config` accepts. Raise the same errors as
+    `load_model`.
     """
     loaded = _allocate(_plan(config, find_config))
     fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
@@ -170,7 +174,7 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
 def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> EngineInfo:
     """Return the properties of an engine with this configuration and `available` bytes for its KV cache.
 
-    Raise ConfigError if the model or the memory does not allow the configuration.
+    Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
@@ -239,7 +243,7 @@ def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
     if not others:
         return
     log.warning(
-        "%s: the model is served in %s, the dtype of config.json (float32 if it names none), but %d of %d tensors are "
+        "%s: the model is served in %s, the dtype of config.json (by default float32), but %d of %d tensors are "
         "stored in %s and are converted; correct config.json, or set dtype to the dtype to serve, such as --dtype %s",
         plan.folder,
         _name(plan.dtype),
@@ -265,9 +269,10 @@ def _allocate(plan: _Plan) -> LoadedModel:
 
 
 def _check_memory(plan: _Plan) -> None:
-    """Raise ModelError if the weights do not fit into the host's memory.
+    """Raise ModelError if the weights do not fit into host memory.
 
-    The host overcommits memory, and kills a process that uses more than there is.
+    Without this check, the allocation would succeed and the system would later kill the process, because hosts
+    overcommit memory.
     """
     if plan.device.type != "cpu":
         return
@@ -291,7 +296,7 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
 
 
 def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    """Return the longest sequence length. Raise ConfigError if `config` exceeds the length of the model."""
+    """Return the maximum length of a sequence. Raise ConfigError if `config` exceeds the length of the model."""
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -307,7 +312,7 @@ def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the free bytes on a device or on the host."""
+    """Return the available memory, in bytes, of a GPU or of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
@@ -320,5 +325,5 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: torch cannot use {name!r} here: {error}; use another device, such as cpu") from None
     if device.type == "meta":
-        raise ConfigError("device: 'meta' cannot compute; use another device, such as cpu")
+        raise ConfigError("device: torch cannot compute on 'meta'; use another device, such as cpu")
     return device

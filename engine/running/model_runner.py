@@ -1,7 +1,7 @@
-"""The model runner: runs the model on a step.
+"""The model runner: runs the model's forward pass for a step.
 
-Owns the tensors of KV blocks and of recurrent states, and the state of running sequences that stays on the device from
-step to step (`LaneState`). Knows nothing about requests. Does not synchronize the device.
+Owns the tensors of KV blocks and recurrent states. `LaneState` holds the per-sequence data that stays on the device
+between steps. The model runner knows nothing about requests, and does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .step import Draws, Step
 class LaneState:
     """The last drawn tokens, on the device.
 
-    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane, then an element that belongs to no lane.
+    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane, and a last element for draws without a
+    lane.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -38,9 +39,9 @@ class LaneState:
 class ModelRunner:
     """A loaded model with a paged KV cache and slots for recurrent states, all in `arena`.
 
-    Blocks have `block_size` tokens. `num_blocks`: for each window of the model, the blocks of its layers. `num_slots`:
-    slots for the states of recurrent layers. `memories`: the memory of each layer. `groups`: for each layer, the index
-    of its window; 0 for layers without a KV cache.
+    A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
+    `num_slots`: the number of slots for recurrent states. `memories`: the memory of each layer. `groups`: for each
+    layer, the index of its window; 0 for layers without a KV cache.
     """
 
     def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
@@ -58,7 +59,7 @@ class ModelRunner:
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
 
-        # Small pages, so that a block occupies memory only once it is used.
+        # Use small pages, so that a block occupies memory only after it is first used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories = build(empty)
         self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
@@ -67,9 +68,9 @@ class ModelRunner:
         self._has_states = bool(model.spec.delta_nets)
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
-        """Compute a step: write to the memories, and return the model's output for the step's tokens.
+        """Compute a step: update the memories, and return the model's output for the step's tokens.
 
-        `lanes`: the tokens drawn by previous steps; required if the step has unseen tokens.
+        `lanes`: the tokens drawn by previous steps. Required if the step has unseen tokens.
         """
         arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
@@ -87,7 +88,7 @@ class ModelRunner:
         pages: Sequence[Pages],
         states: Tensor | None = None,
     ) -> ModelOutput:
-        """Run the model on its memories.
+        """Run the model's forward pass, which reads and writes the memories.
 
         `pages`: the pages of each window. `states`: as in `Step`, for a model with recurrent layers.
         """
@@ -98,7 +99,7 @@ class ModelRunner:
         return self.model.forward(ModelInput(*tokens))
 
     def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
-        """Return the step's `token_ids` with the unseen tokens filled in. The previous step draws these tokens.
+        """Return `token_ids` with the step's unseen tokens filled in. The previous step draws the unseen tokens.
 
         `token_ids`: int64 [M], on the device.
         """
@@ -118,7 +119,7 @@ class ModelRunner:
                 cache[destinations] = cache[sources]
 
     def to_device(self, values: np.ndarray) -> Tensor:
-        """Return values on the model's device, without synchronizing. On a CPU the result shares their memory."""
+        """Copy values to the model's device without synchronizing. On a CPU, the result shares memory with `values`."""
         return to_device(torch.from_numpy(values), self.device)
 
 

@@ -1,9 +1,9 @@
-"""The plan of the memory beside the weights: KV blocks, live states, and checkpoints of states.
+"""The memory plan: divides the memory beside the weights into KV blocks, live states and state checkpoints.
 
-A worker makes the plan before it allocates this memory. A model without recurrent layers has no states; all memory is
-for blocks. Layers with the same window form a group with its own blocks (`DecoderSpec.windows`). The first group has
-the layers without a window, if there are such layers. The configuration determines the number of blocks of the first
-group, from which the numbers of the other groups follow.
+A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
+is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
+some layers have no window, they form the first group. The configuration determines the number of blocks of the first
+group. The planner derives the number of blocks of every other group from the first group's number.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..config import EngineConfig, defaults_of
 
 @dataclass(frozen=True)
 class Storage:
-    """The bytes of the elements of each kind of memory.
+    """The element sizes of each kind of memory, in bytes.
 
-    `kv`: an element of the KV cache. `tail`: an element of a convolution's tail. `state`: an element of a state.
-    `kv_head`: additional bytes of a head's key or value. `ranks`: the number of devices that share the heads.
+    `kv`: an element of the KV cache. `tail`: an element of a convolution's tail. `state`: an element of a recurrent
+    state. `kv_head`: extra bytes per key or value of a head. `ranks`: the number of devices that share the heads.
     """
 
     kv: int
@@ -44,11 +44,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes of memory units, summed over layers.
+    """The sizes of blocks and states in bytes, summed over layers.
 
-    `block`: the keys and values of `block_size` tokens in the layers of the first group. `windows`: for each further
-    group, its window in tokens and the bytes of its block. `state`: the state of all recurrent layers for one sequence;
-    0 if there are none.
+    `block`: a block of the first group: the keys and values of `block_size` tokens in all layers of the group.
+    `windows`: for each further group, the window in tokens and the size of a block. `state`: the state of all recurrent
+    layers for one sequence; 0 for models without recurrent layers.
     """
 
     block_size: int
@@ -58,7 +58,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
-        """Return the sizes of a decoder on one of the ranks. Raise ConfigError if the ranks cannot share the heads."""
+        """Return the sizes for one rank. Raise ConfigError if the heads cannot be divided evenly among the ranks."""
         _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
         for m in spec.attentions:
@@ -72,8 +72,8 @@ class Sizes:
     def interval(self) -> int:
         """The default number of tokens between checkpoints.
 
-        The interval in blocks is the smallest power of two at which checkpoints take at most as much memory as the
-        blocks between them.
+        The interval is the smallest power of two, in blocks, at which a checkpoint takes at most as much memory as the
+        blocks between two checkpoints.
         """
         blocks = 1
         while blocks * self.block < self.state:
@@ -81,17 +81,17 @@ class Sizes:
         return blocks * self.block_size
 
     def cached_tokens(self, pool: int, interval: int) -> int:
-        """Return the most tokens that fit into `pool` bytes, with one checkpoint per `interval` tokens."""
+        """Return the maximum number of tokens that fit into `pool` bytes with one checkpoint per `interval` tokens."""
         return pool * interval // (interval // self.block_size * self.block + self.state)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory is divided.
+    """The division of the memory.
 
-    `num_blocks`: blocks of the first group. `window_blocks`: blocks of each further group. `live_states`: one for each
-    running sequence, and some more for states from which samples continue. `checkpoints`: the most checkpoints held at
-    a time. `state_interval`: tokens between checkpoints; 0 without recurrent layers.
+    `num_blocks`: blocks of the first group. `window_blocks`: blocks of each further group. `live_states`: the number of
+    states for running sequences and for forks. `checkpoints`: the maximum number of checkpoints held at a time.
+    `state_interval`: tokens between checkpoints; 0 without recurrent layers.
     """
 
     sizes: Sizes
@@ -108,7 +108,7 @@ class MemoryPlan:
 
     @property
     def pools(self) -> list[tuple[int, int]]:
-        """The number of blocks and the bytes of a block, for each group."""
+        """For each group, the number of blocks and the size of a block in bytes."""
         further = [(count, size) for count, (_, size) in zip(self.window_blocks, self.sizes.windows, strict=True)]
         return [(self.num_blocks, self.sizes.block), *further]
 
@@ -126,14 +126,14 @@ def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
     if any(count % ranks for count in heads):
         raise ConfigError(
             f"ranks must divide the number of key heads of every layer, {' and '.join(map(str, sorted(heads)))} (got "
-            f"{ranks}); share the model among fewer devices"
+            f"{ranks}); divide the model among fewer devices"
         )
 
 
 def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:
-    """Return the plan for `available` bytes.
+    """Return the plan for `available` bytes of memory.
 
-    Raise ConfigError if the configuration leaves no room for a block, or needs more than `available`.
+    Raise ConfigError if the configuration leaves no room for a single block, or needs more than `available` bytes.
     """
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
     budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
@@ -144,7 +144,7 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
         beside = f" beside {states} of {sizes.state} bytes" if live else ""
         raise ConfigError(
             f"kv_memory: {_budget(config, available)} bytes are not enough for one block of {sizes.block} bytes{beside}"
-            f"; raise it, or lower max_num_seqs{' or state_budget' if budget else ''}"
+            f"; raise kv_memory, or lower max_num_seqs{' or state_budget' if budget else ''}"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))
@@ -153,15 +153,15 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
         blocks = ", ".join(f"{count} blocks of {size} bytes" for count, size in plan.pools)
         raise ConfigError(
             f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes exceed the "
-            f"{available} bytes that are available; lower them, max_num_seqs or state_budget"
+            f"{available} bytes that are available; lower num_blocks, kv_memory, max_num_seqs or state_budget"
         )
     return plan
 
 
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
-    """Return approximately the bytes that the largest step holds at its widest point.
+    """Return approximately the peak memory of the largest step, in bytes.
 
-    These are the hidden states, the intermediate values of an MLP, and the logits of the decoding sequences.
+    The estimate covers the hidden states, the intermediate values of an MLP, and the logits of the decoding sequences.
     """
     widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
@@ -174,7 +174,7 @@ def _budget(config: EngineConfig, available: int) -> int:
 
 
 def _live_states(config: EngineConfig, sizes: Sizes) -> int:
-    """Return the number of live states: one per running sequence, and some for groups that fork, few at a time."""
+    """Return the number of live states: one per running sequence, and an eighth more (at least one) for forks."""
     return config.max_num_seqs + max(1, config.max_num_seqs // 8) if sizes.state else 0
 
 
@@ -187,9 +187,10 @@ def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: in
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:
     """Return the number of blocks of a group with a window.
 
-    Running sequences need blocks for a window each, and for the chunks of two steps. The other blocks hold the last
-    window of each prefix that the `num_blocks` of the first group hold, so that the prefixes can be resumed. There are
-    enough of them if each prefix is as long as the longest sequence, or at least four windows long.
+    Running sequences need blocks for one window per sequence, and for the chunks of two steps. Further blocks hold the
+    last window of the prefixes that are cached in the `num_blocks` blocks of the first group, so that these prefixes
+    can be resumed. The further blocks suffice if each cached prefix has `max_model_len` tokens, or at least four
+    windows of tokens.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)
@@ -202,9 +203,9 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max_model_len: int) -> int:
-    """Return how many blocks of the first group fit into `room` bytes, together with the blocks of the other groups.
+    """Return how many blocks of the first group fit into `room` bytes, along with the blocks of the other groups.
 
-    Checkpoints are included unless `state_budget` sets their number.
+    Unless `state_budget` sets the number of checkpoints, `room` also includes the memory of checkpoints.
     """
     if not _has_checkpoints(config, interval) or config.state_budget is not None:
         most, each = room // sizes.block, 0

@@ -1,7 +1,8 @@
-"""Sampling: from hidden states to tokens and log-probs, each row with its own parameters.
+"""Sampling: computes tokens and log-probs from hidden states. Each row has its own sampling parameters.
 
-Owns the arithmetic of `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs`. Holds no state: a draw
-is a function of its logits, its parameters, its seed and its position. Only `Drawing.wait` synchronizes the device.
+Owns the arithmetic of `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs`. The sampler has no
+state: a draw depends only on logits, sampling parameters, seed and position. Only `Drawing.wait` synchronizes the
+device.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
 from .step import Draws
 
-# The most rows with logits in memory at the same time.
+# The maximum number of rows with logits in memory at the same time.
 _LOGITS_ROWS = 64
 
 
-# The result of `next_tokens` for some draws, with statistics if requested.
+# The result of `next_tokens` for some draws, and their statistics if requested.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws.
 
-    `is_finite`: false if the logit of the token is NaN or infinite. `records`: for draws with statistics, the bytes of
-    each column of `request.TOPS`, by the index of the draw.
+    `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
+    statistics to the bytes of each column of `request.TOPS`.
     """
 
     token_ids: list[int]
@@ -43,8 +44,8 @@ class Drawn(NamedTuple):
 class Drawing:
     """A draw of tokens in progress. `token_ids`: int64 [R], on the device.
 
-    `recorded`: the draws with statistics, in the order of the rows of `statistics`: the index of the draw, and the
-    number of tokens to list, -1 if no statistics were requested for it.
+    `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. A draw
+    without requested statistics has -1.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Drawing:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows with neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they have
-    `top_logprobs`. These ops do not store logits. For the other rows, separate ops do the same computation in steps.
+    Rows without filters and banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they have
+    `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by a sequence of separate
+    ops.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
@@ -89,7 +91,7 @@ class Sampler:
         if draws.are_plain:
             return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         num_tops = draws.records["num_tops"]
-        k = int(num_tops.max())  # draws that list fewer tokens use the first ones
+        k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
         whole, processed, plain = _sorted_by_kind(draws)
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if len(whole):
@@ -105,7 +107,7 @@ class Sampler:
         return Drawing(*columns, recorded=recorded, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the backend's `next_tokens` with the head."""
+        """Call the backend's `next_tokens` with the model's head."""
         return self.ops.next_tokens(hidden, self.head, wanted)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
@@ -131,7 +133,7 @@ class Sampler:
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits after temperature and filters, up to `_LOGITS_ROWS` rows at a time, with their tokens."""
+        """Yield logits after temperature and filters, with their tokens, for up to `_LOGITS_ROWS` rows at a time."""
         record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
@@ -145,7 +147,7 @@ class Sampler:
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """Do the steps of `next_tokens`, with bans and filters in between. Compute statistics unless k < 0."""
+        """Draw tokens as `next_tokens` does, but with bans and filters. Compute statistics unless k < 0."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
@@ -179,16 +181,17 @@ class Sampler:
 
 
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the places of draws in three groups.
+    """Return the indices of draws in three groups.
 
-    The groups are: draws from the whole distribution with statistics, draws with filters or bans, and plain draws.
+    The first group has draws with statistics, but without filters or bans. The second group has draws with filters or
+    bans. The third group has plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
 
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
-    """Return the input of `next_tokens` for draws, without filters and bans. `draws` must not be empty."""
+    """Return the input of `next_tokens` for draws. Filters and bans are ignored. `draws` must not be empty."""
     records, integers = draws.records, np.empty((4, len(draws)), np.int64)
     integers[:] = draws.rows, records["target"], records["seed"], draws.positions
     columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
@@ -198,19 +201,19 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
 
 
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
-    """Return the input of `next_tokens` for the log-prob of one given token (int64 [M]) per row."""
+    """Return the input of `next_tokens` that computes the log-prob of a given token per row. `token_ids`: int64 [M]."""
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
     temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))
     return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
-    """Return the divisor of the logits, float32 [1]."""
+    """Return the number by which logits are divided, float32 [1]."""
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 
 def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
-    """Set the logits of banned tokens to -inf. `banned`: banned ids by row."""
+    """Set the logits of banned tokens to -inf. `banned`: maps rows to banned token ids."""
     if not any(map(len, banned.values())):
         return scaled
     rows = _tensor(np.repeat(list(banned), [len(ids) for ids in banned.values()]), scaled)
@@ -219,7 +222,7 @@ def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
 
 
 def _cut(places: np.ndarray) -> list[np.ndarray]:
-    """Split places into parts of at most `_LOGITS_ROWS`."""
+    """Split indices into parts of at most `_LOGITS_ROWS`."""
     return [places[start : start + _LOGITS_ROWS] for start in range(0, len(places), _LOGITS_ROWS)]
 
 

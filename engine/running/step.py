@@ -1,9 +1,9 @@
-"""A step as plain arrays on the host: tokens to compute, places of their KV, and the draws and scores after them.
+"""A step as plain arrays on the host: tokens to compute, locations of their KV, draws and scores.
 
-A `Step` is built once for each step. Model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A
-process that has the `Step` and the tokens of the previous step can therefore compute the step. A sample draws its
-tokens from a range of one or more rows of a chunk, each row with its own position. `Draws` has these ranges one after
-the other, row by row. The draw of a row does not depend on other rows.
+The model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A process that has the `Step` and the
+tokens of the previous step can therefore compute the step. A sample draws one token from each of the last rows of its
+chunk, usually only from the last row. `Draws` has one element per row, with the rows of a sample in succession. The
+draw from a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from ..request import Distribution
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
-"""The lane of a draw if the host sees the drawn token before the sequence continues."""
+"""The lane of a draw that is not stored on the device, because the host sees the token before the sequence continues.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """R tokens to be drawn, each from a row of the hidden states.
+    """R draws of a token, each from one row of the hidden states.
 
-    `rows`, `positions`: int64 [R], the row, and the absolute position of the token. `lanes`: int64 [R], the lane that
-    stores the token on the device (`LaneState`), or NO_LANE. A lane occurs at most once. `records`: `DRAW` [R].
-    `banned`: for some of the R draws, the ids that cannot be drawn; for many ids an `array("q")` is fastest.
+    `rows`: int64 [R], the row of the hidden states. `positions`: int64 [R], the absolute position of the drawn token.
+    `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A lane occurs at
+    most once. `records`: `DRAW` [R]. `banned`: maps the indices of some draws to the token ids that must not be drawn;
+    an `array("q")` is fastest for many ids.
     """
 
     rows: np.ndarray
@@ -39,7 +41,7 @@ class Draws:
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """The draws that are not from the whole distribution, because of bans or filters, bool [R]."""
+        """Which draws have bans or filters, bool [R]."""
         is_cut = self.records["has_filters"].copy()
         if self.banned:
             is_cut[list(self.banned)] = True
@@ -47,7 +49,7 @@ class Draws:
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """The draws from the whole distribution without statistics, bool [R]."""
+        """Which draws have no bans, no filters and no statistics, bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
@@ -56,7 +58,7 @@ class Draws:
         return not self.banned and not self.records["is_special"].any()
 
     def take(self, places: np.ndarray) -> Draws:
-        """Return the draws at the given places."""
+        """Return the draws at the given indices."""
         banned = {i: self.banned[place] for i, place in enumerate(places.tolist()) if place in self.banned}
         return Draws(self.rows[places], self.positions[places], self.lanes[places], self.records[places], banned)
 
@@ -66,7 +68,9 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Rows [start, end) of the hidden states, for the log-probs of `token_ids`, int64 [end - start].
+    """Rows [start, end) of the hidden states, from which the log-probs of `token_ids` are computed.
+
+    `token_ids`: int64 [end - start].
 
     `top_logprobs`: as in `ScoreRequest`.
     """
@@ -82,15 +86,15 @@ class ScoredRows:
 class Step:
     """M tokens of N sequences. Arrays are int64.
 
-    `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the indices of tokens that are not known yet, and for
-    each the lane for which the previous step draws it. `query_starts` [N + 1], `context_lens` [N]: as in
-    `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers.
-    `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether the chosen experts
-    are recorded for some of the tokens.
+    `token_ids`, `positions` [M]: the tokens and their positions. `unseen` [2, U]: the indices of the tokens that the
+    previous step is still drawing, and the lane in which each of them is stored. `query_starts` [N + 1], `context_lens`
+    [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent
+    layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether a sequence of
+    the step records routed experts.
 
-    These have one array for each window of the model's layers: `slots` [M]: the places in the cache to which the KV of
-    the tokens is written. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
-    destination of each block that is copied before the computation.
+    The next three fields have one array for each attention window of the model. `slots` [M]: where the KV of each token
+    is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
+    destination of the block copies to make before the computation.
     """
 
     token_ids: np.ndarray
@@ -111,9 +115,9 @@ class Step:
 def plan_step(
     chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Mapping[int, int]], block_size: int
 ) -> Step:
-    """Return the step that computes `chunks`; there must be at least one.
+    """Return the step that computes `chunks`. There must be at least one chunk.
 
-    `block_copies`: for each window, destination to source.
+    `block_copies`: for each attention window, maps destination to source.
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()

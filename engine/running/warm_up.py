@@ -1,8 +1,8 @@
-"""Warm-up on a GPU before the first step, so that no step waits for a compilation or runs out of memory.
+"""Warm-up on a GPU: ensures that no step waits for a compilation or runs out of memory.
 
-Compiles kernels for all numbers of rows that a step may have. Then captures all CUDA graphs and computes the largest
-step, on a KV cache with one block for each group. The memory that is free after that is available to the real KV cache.
-On a CPU there is nothing to do.
+The warm-up compiles kernels for every number of rows that a step may have. The warm-up then captures all CUDA graphs
+and computes the largest step, on a KV cache with one block per attention window. The memory that remains free is
+available to the real KV cache. On a CPU, the warm-up does nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sampler import Sampler
 
 
 def is_needed(device: torch.device) -> bool:
-    """Return whether kernels must be compiled and memory must be planned around the largest step."""
+    """Return whether the device needs a warm-up."""
     return device.type == "cuda"
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Compile kernels, and return how many bytes are available for the KV cache.
+    """Warm up the device, and return how many bytes are available for the KV cache.
 
-    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if kernels cannot
-    be compiled or stored.
+    Raise ConfigError if the largest step and the CUDA graphs do not fit into memory beside the weights. Raise
+    ConfigError if kernels cannot be compiled or stored.
     """
     device = loaded.model.device
     if not is_needed(device):
@@ -47,14 +47,14 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> in
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "max_num_batched_tokens, max_num_seqs, max_model_len: steps and CUDA graphs do not fit into memory beside "
-            f"the weights: {error}; lower one of them, or turn graphs off with cuda_graphs=False"
+            f"the weights: {error}; lower one of these settings, or disable CUDA graphs with cuda_graphs=False"
         ) from None
     finally:
         torch.cuda.empty_cache()
 
 
 class _Computation:
-    """The computations of a model's steps, on a KV cache with one block per window and one slot of recurrent state."""
+    """The computations of a model's steps, with one KV block per attention window and one recurrent state slot."""
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
         blocks = [1] * len(model.spec.windows)
@@ -63,7 +63,7 @@ class _Computation:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
-        """Do the computations of steps with this number of rows. Steps compute heads of many rows in smaller parts."""
+        """Run the computations of steps with `rows` rows, but the head only for up to `LOGITS_ROWS` rows."""
         hidden = self.hidden(rows)
         if rows <= self._max_num_seqs:
             self._decode(rows)
@@ -71,38 +71,41 @@ class _Computation:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
-        """Return the hidden states of a decode beside a chunk of a prompt, or of a chunk alone for up to 2 rows."""
+        """Return the hidden states of a batch with a decode and a chunk of a prompt.
+
+        A batch of up to 2 rows is only a chunk.
+        """
         lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
-        """Compute tokens and log-probs from hidden states in all ways that steps use."""
+        """Compute tokens and log-probs from hidden states with every variant that steps use."""
         token_ids = self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
             self.sampler.score(hidden, token_ids, distribution)
             self.sampler.score_statistics(hidden, token_ids, distribution, k=1)
 
     def _decode(self, rows: int) -> None:
-        """Decode in the form that CUDA graphs capture."""
+        """Run a decode batch in the form that CUDA graphs capture."""
         zeros, lens = self._zeros(rows), [self._max_model_len] * rows
         batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
         self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, rows))
 
     def _pages(self, batch: AttentionBatch) -> list[Pages]:
-        """Return the pages of each window, on its only block."""
+        """Return the pages of each attention window. Each window has a single block."""
         return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.model.spec.windows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
 
     def _tables(self, sequences: int, tokens: int) -> Tensor:
-        """Return block tables in which every entry is the only block."""
+        """Return block tables in which every entry is block 0."""
         return self._zeros(sequences, -(-tokens // self.runner.block_size))
 
 
 def _outline(loaded: LoadedModel) -> Decoder:
-    """Return the model without memory, with one layer of each kind."""
+    """Return the model on torch's meta device, without memory and with one layer of each kind."""
     model = loaded.model
     spec = replace(model.spec, layers=tuple(dict.fromkeys(model.spec.layers)))
     return Decoder(spec, model.ops, partial(torch.empty, dtype=model.dtype, device="meta"))
@@ -110,11 +113,11 @@ def _outline(loaded: LoadedModel) -> Decoder:
 
 @torch.inference_mode()
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Return the bytes that remain free beside all graphs and the largest step."""
+    """Capture all graphs, compute the largest step, and return the bytes that remain free."""
     computation = _Computation(loaded.model, config, max_model_len)
     spare = [0] * len(computation.runner.model.spec.windows), 0
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
-        graphs.capture()  # first, since a capture releases memory that torch has cached
+        graphs.capture()  # Capture first, because a capture releases memory that torch has cached.
     computation.heads(computation.hidden(config.max_num_batched_tokens)[:LOGITS_ROWS])
     return available_memory(loaded.model.device)

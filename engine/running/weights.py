@@ -1,13 +1,13 @@
-"""Replaceable weights: staged beside the live weights, and committed between two steps.
+"""Replaceable weights: new weights are staged next to the live weights, and committed between two steps.
 
-Owns the arena of the weights, and the arenas of stagings. While adapters are merged into the weights, also owns the
-weights as they were before (`AdapterBase`). Does not know where new weights come from, which version they have, or what
-happens to requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each of these
-workers makes the staging its live weights by a commit of its own.
+Owns the memory of the live weights and of stagings. While adapters are merged into the live weights, also owns the
+unmerged base weights (`AdapterBase`). Does not know the source or the version of new weights, or what happens to
+requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each worker that shares a
+staging makes a commit of its own.
 
-Promises: the addresses of live weights never change on a host. Until the commit, nothing is written to the live
-weights, unless the staging is in place. A commit that raises has changed nothing. Another thread may call `new_staging`
-and fill a staging while the engine steps. Everything else belongs to the engine's thread.
+Promises: in host memory, the addresses of live weights never change. Until the commit, nothing is written to the live
+weights, unless the staging is in place. A commit that raises changes nothing. A second thread may call `new_staging`
+and fill a staging while the engine computes steps. Only the engine's thread may make all other calls.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ..models.decoder import Decoder, Empty
 
 @dataclass
 class AdapterBase:
-    """The weights to which adapters were added.
+    """The base weights of merged adapters.
 
-    `kept`: the parameters that the adapters changed, dense, as they were before. `checksums`: the checksums of base
-    parameters that pushes of adapters have computed so far.
+    `kept`: the parameters that the adapters changed, dense, without the adapters. `checksums`: the checksums of base
+    parameters that adapter pushes have computed so far.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class Factors(NamedTuple):
 
 
 class WeightStore:
-    """The weights of the model that `build(empty)` creates, and the requirements for a new set of weights.
+    """The live weights of the model that `build(empty)` creates, and the requirements for new weights.
 
-    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: these names, and the names
-    of `parts`. `is_whole`: whether the live weights are a complete set of one version. False after level 2 of `sleep`
-    and after the first write to a staging in place, until a commit of every parameter.
+    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names of parameters and of
+    `parts`. `is_whole`: whether the live weights are complete and of one version. `sleep` at level 2 and the first
+    write to an in-place staging make `is_whole` False, until every parameter is committed.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -78,41 +78,43 @@ class WeightStore:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtypes of parameters that are held in another dtype than `dtype`."""
+        """The parameters with another dtype than `dtype`, and their dtypes."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """The parts that may replace some parameters in a set of weights (`Parts`)."""
+        """The names of the parts that new weights may have in place of a parameter (`Parts`)."""
         return self.model.stack_parts()
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """The names of tied copies, with the parameters that they copy."""
+        """Maps the names of tied parameters to the parameters that they copy."""
         return self.model.tied_tensors()
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Further names that a set of weights may contain."""
+        """Further names that new weights may contain. Tensors with these names are ignored."""
         return self.model.ignored_tensors()
 
     @property
     def num_held(self) -> int:
-        """The bytes held now on the device by the live weights and by their values before adapters."""
+        """The device memory, in bytes, held now by the live weights and the base weights of adapters."""
         kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
         return self._arena.num_held + sum(kept)
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow. Empty if they are fast, and before the first commit."""
+        """The reason why commits are slow. Empty if commits are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
     def kin(self) -> str | None:
-        """A name for the group of processes that may share the memory of their weights; None if none can map it.
+        """An identifier of the group of processes that can share the memory of weights.
 
-        Processes with equal names can lend memory to each other, and have the same weights in the same places.
+        None if this process cannot share memory.
+
+        Processes with equal `kin` can lend memory to each other, and have the same layout of weights.
         """
         if self._device.type != "cpu" or (place := place_to_lend()) is None:
             return None
@@ -126,7 +128,7 @@ class WeightStore:
         return new_arena(self._num_bytes, self._device, huge_pages=True)
 
     def model_in(self, arena: Arena) -> Decoder:
-        """Return a model with its weights in an arena, in the layout of the live weights. The memory is not written."""
+        """Return a model with its weights in an arena, in the layout of the live weights. The arena is not written."""
 
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return arena.empty(dtype, *shape)
@@ -134,17 +136,17 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """Return a staging. `in_place`: whether it overwrites the live weights, if memory lacks room for two sets."""
+        """Return a staging. `in_place`: whether to overwrite the live weights, for lack of memory for two sets."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
-        """Return a staging in memory that other processes can map once its weights are complete."""
+        """Return a staging in memory that other processes can map when the weights are complete."""
         return LendableStaging(self, LendableArena(self._num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
-        """Return the complete weights that a process of this `kin` lends.
+        """Return a staging with the complete weights that a process of the same `kin` lends.
 
-        `lent`: the fields of `LentMemory`. Raise OSError if the memory is missing.
+        `lent`: the fields of `LentMemory`. Raise OSError if the lent memory is gone.
         """
         found = LentMemory(*lent)
         if found.num_bytes != self._num_bytes:  # before pages are allocated
@@ -152,27 +154,31 @@ class WeightStore:
         return BorrowedStaging(self, BorrowedArena(found))
 
     def commit(self, staging: WeightStaging) -> None:
-        """Make the staged weights the live weights, wait until the device has them, and free the staging.
+        """Make the staged weights the live weights, wait for the device, and free the staging.
 
         Raise ValueError if only some rows of a parameter or of a part are staged. Raise ValueError if parameters are
-        missing although the staging is in place or the live weights are incomplete.
+        missing and the live weights cannot supply them, because the staging is in place or the live weights are
+        incomplete.
         """
         staged = staging.check()
         if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
-            raise ValueError(f"weights: {missing} is missing, and the old weights are lost; stage every parameter")
+            raise ValueError(
+                f"weights: {missing} is missing, and the old weights are no longer complete; stage every parameter"
+            )
         if not staging.in_place:
             self._install(staging, staged)
-            # The staging's memory belongs to the stream that filled it; without a wait, it could be reused too early.
+            # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be
+            # reused too early.
             wait_for_stream(self._device)
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
-        """Release the device memory. `level`: 1 keeps the weights on the host, 2 drops them."""
+        """Release the device memory. `level`: 1 keeps the weights in host memory, 2 drops the weights."""
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
-        if level == 1:  # on the host, where they stay until adapters need them again
+        if level == 1:  # The base weights stay on the host until adapters need them again.
             self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
         else:
             self.base = AdapterBase()
@@ -182,17 +188,17 @@ class WeightStore:
         self._arena.restore()
 
     def served(self, name: str) -> Tensor:
-        """Return a live parameter, dense as in a checkpoint. It may share the memory of the weights."""
+        """Return a live parameter, dense as in a checkpoint. The result may share memory with the live weights."""
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
-        """Return a dense copy of a parameter as it was before adapters. The live weights must be complete."""
+        """Return a dense copy of a parameter without adapters. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
             return kept.to(self.model.device)
         return self.tensors[name].to_dense().clone()
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
-        """Return rows of a parameter in `tensors`, or of a part of one; by default all rows from `start` on."""
+        """Return rows of a parameter or a part in `tensors`. By default, return all rows from `start` on."""
         part = self.spellings.part(name)
         length = self.shape(name)[0] - start if length is None else length
         if part is None:
@@ -211,7 +217,7 @@ class WeightStore:
         return self.tensors[name if part is None else part.stack].dtype
 
     def _missing(self, staged: set[str]) -> str | None:
-        """Return a parameter that is staged neither as a whole nor by all its parts, or None."""
+        """Return the first parameter that is not completely staged, as a whole or in parts, or None."""
         parts = self.spellings.parts_among(staged)
         names = (name for name in self.shapes if name not in staged)
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
@@ -231,10 +237,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class WeightStaging:
-    """A set of new weights that is being received. The commit, `drop`, or the last reference to it frees its memory.
+    """New weights that are being received. A commit, `drop`, or dropping the last reference frees the memory.
 
-    `arena`, `tensors`: the memory to which rows are written, from the first call of `rows` on. `elements`: elements to
-    overwrite at the commit. `base`: after `adapt`, the new weights without adapters.
+    `arena`, `tensors`: the memory to which rows are written, allocated by the first call of `rows`. `elements`:
+    elements that the commit overwrites. `base`: after `adapt`, the base weights of the new weights.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -252,20 +258,20 @@ class WeightStaging:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes held beside the live weights."""
-        arena = self.arena  # another thread may drop it
+        """The memory held in addition to the live weights, in bytes."""
+        arena = self.arena  # read once, because another thread may drop the arena
         return self._others_bytes + (0 if arena is None else arena.num_held)
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Accept adapters: `rows` also takes A and B of these weights from now on, and `merge` adds them.
+        """Announce adapters: `rows` then also accepts A and B of the given weights, and `merge` adds their product.
 
-        `weights`: for each weight (name of A, name of B, rank, scale). `alone`: whether adapters are added to the live
-        weights as they were before adapters, instead of to staged rows.
+        `weights`: for each adapted weight, (name of A, name of B, rank, scale). `alone`: whether the adapters are added
+        to the base weights of the live weights; otherwise, the adapters are added to the staged rows.
 
         Raise ValueError if the staging is in place, or if `alone` is set and the live weights are incomplete.
         """
         if self.in_place or (alone and not self._store.is_whole):
-            raise ValueError("staging: adapters need complete live weights, and a staging that is not in place")
+            raise ValueError("staging: adapters require complete live weights and a staging that is not in place")
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -276,7 +282,7 @@ class WeightStaging:
         self._is_alone = alone
 
     def to_merge(self) -> list[str]:
-        """Return the parameters for which `merge` must be called once all rows are staged."""
+        """Return the parameters for which `merge` must be called after all rows are staged."""
         if self.base is None:
             return []
         store, names = self._store, dict.fromkeys(self._factors)
@@ -287,9 +293,9 @@ class WeightStaging:
         return list(names)
 
     def merge(self, name: str) -> bool:
-        """Stage a parameter with its adapter. Return False if the adapter produced values that are not finite.
+        """Stage a parameter with its adapter merged. Return False if a merged value is not finite.
 
-        A parameter with neither an adapter nor staged rows is staged as it was before the adapters in the live weights.
+        A parameter without an adapter and without staged rows is staged from the base weights of the live weights.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
@@ -305,10 +311,13 @@ class WeightStaging:
         return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Return rows [start, start + length) of a parameter or a part, to be written once, by an immediate `copy_`.
+        """Return rows [start, start + length) of a parameter or a part.
 
-        For a matrix, `start` must be a multiple of 16, and `length` too, unless the rows reach the end. A row of a
-        stack is the matrix of an expert. After `adapt`, `name` may also be the name of A or B of an adapter.
+        Write the rows once, immediately, with `copy_`.
+
+        For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the rows include
+        the last row. Each row of a stack is the matrix of one expert. After `adapt`, `name` may also be the name of an
+        adapter's A or B.
         """
         if name in self._by_name:
             return self._by_name[name].narrow(0, start, length)
@@ -323,18 +332,18 @@ class WeightStaging:
         return part
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Record elements of a parameter or a part to overwrite at the commit.
+        """Record new values for elements of a parameter or a part. The commit writes the values.
 
-        `indices`: flat, int64 [n]. `values`: [n]. Both are copied during the call. Raise ValueError if the staging is
-        in place, or if indices or values do not fit the parameter.
+        `indices`: flat, int64 [n]. `values`: [n]. The call copies indices and values. Raise ValueError if the staging
+        is in place, or if indices or values do not fit the parameter.
         """
         if self.in_place:
-            raise ValueError("staging: weights replaced in place need whole rows, not elements")
+            raise ValueError("staging: an in-place staging accepts whole rows only, not elements")
         numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
-                f"{name}: one int64 index per {dtype} value required (got {list(indices.shape)} of {indices.dtype} and "
-                f"{list(values.shape)} of {values.dtype})"
+                f"{name}: each {dtype} value needs one int64 index (got {list(indices.shape)} indices of "
+                f"{indices.dtype} and {list(values.shape)} values of {values.dtype})"
             )
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
@@ -344,14 +353,14 @@ class WeightStaging:
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """Return the parameters and parts with staged rows. Raise ValueError if only some rows of one are staged."""
+        """Return the parameters and parts with staged rows. Raise ValueError if one is only partly staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
-                raise ValueError(f"{name}: {self._store.shape(name)[0]} staged rows required (got {count})")
+                raise ValueError(f"{name}: {self._store.shape(name)[0]} rows must be staged (got {count})")
         return set(self._staged_rows)
 
     def drop(self) -> None:
-        """Free the memory and forget the staged weights. Afterwards nothing may be written to rows of the staging."""
+        """Free the memory and forget the staged weights. Do not write to rows of the staging after this call."""
         if self.arena is not None:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
@@ -360,7 +369,7 @@ class WeightStaging:
         self._others_bytes = 0
 
     def _place(self, name: str) -> tuple[str, int]:
-        """Return the parameter that contains `name`, and the flat index at which `name` begins in it."""
+        """Return the parameter that contains the part `name`, and the part's first flat index in the parameter."""
         part = self._store.spellings.part(name)
         if part is None:
             return name, 0
@@ -369,7 +378,7 @@ class WeightStaging:
 
 
 class LendableStaging(WeightStaging):
-    """New weights in `lendable`, which other processes can map."""
+    """A staging in memory that other processes can map. `lendable`: the memory."""
 
     def __init__(self, store: WeightStore, lendable: LendableArena) -> None:
         super().__init__(store, in_place=False)
@@ -377,7 +386,7 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> LentMemory:
-        """Let other processes map the weights, which must be complete. These do not see later writes."""
+        """Let other processes map the weights, which must be complete. Other processes do not see later writes."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:
@@ -386,7 +395,7 @@ class LendableStaging(WeightStaging):
 
 
 class BorrowedStaging(WeightStaging):
-    """A complete set of weights that another process has staged."""
+    """A staging with the complete weights that another process has staged."""
 
     def __init__(self, store: WeightStore, arena: BorrowedArena) -> None:
         super().__init__(store, in_place=False)

@@ -1,5 +1,5 @@
-"""Scheduling: sequences, and the choice of the tokens that the next step computes.
+"""Scheduling: tracks sequences, and chooses the tokens that the next step computes.
 
-Owns which sequences wait and which run, with the blocks, lanes and states that they hold. Does not own the computation
-(`running`) or the draws (`running.sampler`).
+Owns the waiting and running sequences, and the blocks, lanes and recurrent states that running sequences hold. Does not
+own the computation (`running`) or sampling (`running.sampler`).
 """

@@ -1,40 +1,41 @@
 """Recurrent states: the slots that running sequences read and write, and the checkpoints of their states.
 
-A slot holds the state of all recurrent layers for one sequence, after one of its tokens. A running sequence has a
-`slot` of its own. It reads its state from `source` and writes it to `target`:
+A slot holds the state of all recurrent layers for one sequence, after one of its tokens. Each running sequence has a
+`slot` of its own. A step reads the sequence's state from slot `source` and writes it to slot `target`:
 
-- `source` is its own slot after a step, no slot if the sequence starts from nothing, or the slot of a checkpoint or a
-  parent from which it resumes. The slot of a checkpoint or a parent is not changed.
-- `target` is its own slot, or a slot reserved for a checkpoint.
+- `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
+  checkpoint or is a fork, `source` is first the slot of the checkpoint or of the parent, which is only read. If the
+  sequence starts without a state, `source` is `NO_SLOT` at first.
+- `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of these slots, and a step in flight holds a reference to the checkpoint that it
-writes. `slot`, `source` and `target` are counters of the sequence's lane (`sequence.Counters`), so that restoring a
-checkpoint, forking and taking a checkpoint copy no state.
+writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint,
+taking a checkpoint and forking only change these three numbers, and copy no state.
 
-`StateSlots` owns the references to each slot, the free slots, and the checkpoints (entry of the prefix index -> slot)
-within their budget. `Branches` owns the places where prompts branch and a checkpoint is still pending.
-`RecurrentStates` connects them to the lanes. Not owned here: the tensors of the slots (`model_runner`) and the known
-prefixes (`prefix_cache`).
+`StateSlots` owns the reference counts, the free slots, and the checkpoints (entry of the prefix index -> slot) up to a
+budget. `Branches` owns the positions at which prompts branch and a checkpoint is pending. `RecurrentStates` connects
+`StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots (`model_runner`) or the
+published prefixes (`prefix_cache`).
 
-Checkpoints lie at absolute positions on block boundaries. Chunks are cut there:
+A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at these absolute positions:
 
-- every `Intervals.prompts` tokens in tokens that are computed in chunks: a prompt, or all tokens after a preemption;
-- at the last block boundary within a prompt from which a repetition of the same prompt can resume;
-- where prompts branch: at the end of the tokens that a sequence found in the cache but had to compute, because there
-  was no checkpoint. Prompts that arrive meanwhile wait for this checkpoint as they wait for a prefix that is being
-  computed;
+- every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens after a preemption);
+- at the last block boundary before the last token of a prompt, so that a request with the same prompt can resume there;
+- where prompts branch: at the end of the blocks that a sequence found in the cache, but must compute again because a
+  checkpoint is missing. Other prompts with the same blocks wait for the checkpoint;
 - every `Intervals.decodes` tokens while decoding.
 
-A checkpoint is reserved when the step that ends at it is planned, and ready when that step is done. It is pinned while
-a sequence resumes from it. It is dropped with its entry, with the epoch, or if another checkpoint or a live state needs
-its slot. If there is no slot for a checkpoint, it is skipped: no sequence waits for it, and the chunk is not cut. Where
-chunks are cut does not change a bit of the results.
+A checkpoint is reserved when the scheduler plans the step that writes it, and ready when that step is done. A
+checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed, when
+the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is available for a checkpoint,
+the checkpoint is skipped: no sequence waits for it, and the chunk does not end early. The results have the same bits
+wherever chunks end.
 
 Promises:
 
-- A slot that a sequence reads or writes is never handed out.
+- A slot that a sequence reads or writes is never given to another sequence or checkpoint.
 - There are at most `budget` checkpoints, including reserved ones.
-- A live state never waits for a slot that only a checkpoint holds.
+- A live state never waits for a slot that holds an unused checkpoint: the checkpoint is evicted.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ from .sequence import Chunks, Lanes, Sequence
 
 @dataclass
 class StateStats:
-    """Lifetime counters of checkpoints, and gauges of the current moment.
+    """Lifetime counters and current gauges of checkpoints.
 
-    `skipped`: checkpoints for which there was no slot within the budget. `evicted`: checkpoints that gave up their slot
-    to another checkpoint or to a live state. `restored`: how often a sequence resumed from a checkpoint. `ready`:
-    checkpoints that can be restored now. `reserved`: checkpoints that steps in flight write.
+    `skipped`: checkpoints that were not taken, because no slot was available within the budget. `evicted`: checkpoints
+    dropped to free a slot for another checkpoint or a live state. `restored`: how often a sequence resumed from a
+    checkpoint. `ready`: checkpoints that can be restored now. `reserved`: checkpoints that the steps in flight will
+    complete.
     """
 
     skipped: int = 0
@@ -68,7 +70,7 @@ class StateStats:
 
 
 class StateSlots:
-    """`num_slots` slots, of which at most `budget` hold checkpoints."""
+    """The references to `num_slots` slots, of which at most `budget` hold checkpoints."""
 
     def __init__(self, num_slots: int, budget: int) -> None:
         self.num_slots = num_slots
@@ -80,13 +82,13 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        """The number of slots available to live states."""
+        """The number of slots available to live states: free slots, and checkpoints that can be evicted."""
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
 
     def take(self) -> int | None:
-        """Take a slot for a live state, or return None if all slots are in use.
+        """Return a slot for a live state, or None if all slots are in use.
 
-        If no slot is free, evict the least recently used checkpoint that is not being read.
+        If no slot is free, evict the least recently used checkpoint that no sequence reads.
         """
         if not self._free:
             self._evict()
@@ -104,7 +106,7 @@ class StateSlots:
             self._free.append(slot)
 
     def reserve(self) -> int | None:
-        """Reserve a slot for a checkpoint that a step will write, if necessary by evicting another checkpoint.
+        """Return a slot for a checkpoint that a step will write. Evict another checkpoint if necessary.
 
         Return None if all slots are in use.
         """
@@ -122,7 +124,7 @@ class StateSlots:
         self.release(slot)
 
     def make_ready(self, entry: Entry, slot: int) -> None:
-        """Turn a written, reserved slot into the checkpoint at the end of an entry's block.
+        """Make a reserved slot, which a step has written, the checkpoint at the end of an entry's block.
 
         If the entry has a checkpoint already, release the slot.
         """
@@ -138,12 +140,12 @@ class StateSlots:
         return entry in self._ready
 
     def restore(self, entry: Entry) -> int:
-        """Return the slot of an entry's checkpoint, with one more reference, so that the slot is kept."""
+        """Return the slot of an entry's checkpoint, and add a reference, so that the checkpoint cannot be evicted."""
         self._ready.move_to_end(entry)
         return self.share(self._ready[entry])
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drop the checkpoints of removed entries. Sequences that read them keep their references."""
+        """Drop the checkpoints of removed entries. A slot that a sequence still reads stays in use."""
         for entry in entries:
             slot = self._ready.pop(entry, None)
             if slot is not None:
@@ -162,7 +164,9 @@ class StateSlots:
         wrong |= {slot for slot in range(self.num_slots) if (counts[slot] == 0) != (slot in self._free)}
         is_counted = self.stats.ready == len(self._ready) and self.stats.reserved + self.stats.ready <= self.budget
         if wrong or len(set(self._free)) != len(self._free) or not is_counted:
-            raise RuntimeError(f"states: slots {sorted(wrong)} are not counted exactly once, or exceed the budget")
+            raise RuntimeError(
+                f"states: slots {sorted(wrong)} are not counted exactly once, or checkpoints exceed the budget"
+            )
 
     @property
     def _can_reserve(self) -> bool:
@@ -174,7 +178,7 @@ class StateSlots:
         return slot
 
     def _evict(self) -> None:
-        """Drop the least recently used checkpoint that is not being read, if there is one."""
+        """Drop the least recently used checkpoint that no sequence reads, if any."""
         entry = next((entry for entry, slot in self._ready.items() if self._references[slot] == 1), None)
         if entry is not None:
             self.forget([entry])
@@ -183,7 +187,7 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Numbers of tokens between checkpoints, multiples of the block size; 0: no checkpoints.
+    """The numbers of tokens between checkpoints: multiples of the block size, or 0 for no checkpoints.
 
     `prompts`: the interval for tokens that are computed in chunks. `decodes`: the interval while decoding.
     """
@@ -196,7 +200,7 @@ NO_CHECKPOINTS = Intervals(0, 0)
 
 
 class Slots(NamedTuple):
-    """The slots with which a sequence starts to run: a slot of its own, and the slot from which its state resumes."""
+    """The slots of a starting sequence: its own slot, and the slot from which it reads its first state."""
 
     own: int
     source: int
@@ -206,9 +210,10 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class Branches:
-    """The places where prompts branch and a checkpoint is pending.
+    """The positions at which prompts branch and a checkpoint is pending.
 
-    Maps the hash of the last block before the branch to the sequence that will take the checkpoint.
+    Each position is identified by the hash of the block before it, and mapped to the sequence that will take the
+    checkpoint.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -216,14 +221,14 @@ class Branches:
         self._takers: dict[bytes, Sequence] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a sequence will take a checkpoint at the end of this block."""
+        """Return whether a sequence will take a checkpoint at the end of the block with this hash."""
         return key in self._takers
 
     def find(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
         """Return the hash of the last block at which another sequence will take a checkpoint, or None.
 
-        Only blocks [num_resumed, num_hits) count. Without the checkpoint, the sequence would have to compute these
-        blocks although they are cached.
+        The search is limited to blocks [num_resumed, num_hits). Blocks in this range are cached, but `sequence` must
+        compute them again unless it waits for a checkpoint.
         """
         keys = sequence.chain.hashes[num_resumed:num_hits]
         return next((key for key in reversed(keys) if key in self._takers), None)
@@ -234,7 +239,7 @@ class Branches:
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget the branch of a sequence, which has taken its checkpoint or will not take one."""
+        """Forget the branch of a sequence that has taken its checkpoint or will not take it."""
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
             if self._takers.get(key) is sequence:
@@ -243,7 +248,7 @@ class Branches:
 
 
 class RecurrentStates:
-    """The slots of running sequences, and the checkpoints that their steps take."""
+    """The slots of running sequences, and the checkpoints that steps write."""
 
     def __init__(self, slots: StateSlots, lanes: Lanes, block_size: int, intervals: Intervals) -> None:
         self.slots = slots
@@ -251,14 +256,14 @@ class RecurrentStates:
         self._lanes = lanes
         self._block_size = block_size
         self._intervals = intervals
-        self._pending: dict[tuple[Sequence, int], int] = {}  # for steps in flight: sequence and position -> slot
+        self._pending: dict[tuple[Sequence, int], int] = {}  # checkpoints in flight: (sequence, position) -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
-        """Return the slots for a sequence that is about to run from the state at the end of `hits`.
+        """Return the slots for a sequence that starts to run with the state at the end of `hits`.
 
         Return None, with nothing changed, if all slots are in use.
         """
-        # Restore first, so that taking a slot cannot evict the checkpoint.
+        # Restore the checkpoint first, so that `take` cannot evict it.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
         own = self.slots.take()
         if own is None:
@@ -268,9 +273,11 @@ class RecurrentStates:
         return Slots(own, source)
 
     def fork(self, parent: Sequence) -> Slots | None:
-        """Return slots for a child that continues from its parent's state, which does not change from now on.
+        """Return slots for a child that continues from the current state of its parent.
 
-        Return None if there are not enough slots left.
+        The parent's current state is not overwritten after this call.
+
+        Return None if too few slots are available.
         """
         lanes, lane = self._lanes, parent.lane
         is_own = lanes.source[lane] == lanes.slot[lane]
@@ -283,8 +290,8 @@ class RecurrentStates:
     def cut(self, sequence: Sequence, size: int) -> int:
         """Return how many of the next `size` tokens to compute in one chunk.
 
-        If the tokens reach the next checkpoint, reserve a slot for it and end the chunk there. If there is no slot,
-        skip the checkpoint and return `size`.
+        If the tokens reach the position of the next checkpoint, reserve a slot and end the chunk at that position. If
+        no slot is available, skip the checkpoint and return `size`.
         """
         place = self._next(sequence) if self.slots.budget else 0
         if place == 0 or sequence.num_computed + size < place:
@@ -298,12 +305,12 @@ class RecurrentStates:
         return place - sequence.num_computed
 
     def cuts_decodes(self, lanes: np.ndarray) -> bool:
-        """Return whether the next token of a sequence in one of these lanes ends at a decode checkpoint."""
+        """Return whether a sequence in one of these lanes reaches a decode checkpoint with its next token."""
         interval = self._intervals.decodes if self.slots.budget else 0
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
     def advance(self, chunks: Chunks) -> None:
-        """Record that a step writes the states of `chunks` to their targets, from which the next step continues."""
+        """Record that a step writes the states of `chunks` to their target slots, which the next step reads."""
         slot, source, target = self._lanes.slot, self._lanes.source, self._lanes.target
         for place in np.flatnonzero(source[chunks.lanes] != target[chunks.lanes]).tolist():
             lane, end = chunks.lanes[place], int(chunks.ends[place])
@@ -314,9 +321,9 @@ class RecurrentStates:
             source[lane], target[lane] = target[lane], slot[lane]
 
     def publish(self, chunks: Chunks, epoch: int) -> None:
-        """Make the checkpoints at the ends of `chunks` ready; their blocks must be published.
+        """Make the checkpoints at the ends of `chunks` ready. The blocks of `chunks` must be published.
 
-        Checkpoints of an earlier epoch, and of sequences that have lost their blocks since, are dropped.
+        Drop checkpoints of an earlier epoch, and checkpoints of sequences that have lost their blocks.
         """
         if not self._pending:
             return
@@ -332,7 +339,7 @@ class RecurrentStates:
                 self.slots.cancel(slot)
 
     def release(self, sequence: Sequence) -> None:
-        """Release the slots of a sequence that is about to leave its lane. Cancel a checkpoint reserved by `cut`."""
+        """Release the slots of a sequence that leaves its lane. Cancel a checkpoint that `cut` reserved."""
         self.branches.leave(sequence)
         slot, source, target = self._held(sequence)
         if slot == NO_SLOT:
@@ -344,7 +351,7 @@ class RecurrentStates:
         self.slots.release(slot)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless each slot is accounted for."""
+        """Raise RuntimeError unless `running` and the steps in flight account for all references to slots."""
         held = [slot for sequence in running for slot in {*self._held(sequence)} - {NO_SLOT}]
         self.slots.check_integrity([*held, *self._pending.values()])
 
@@ -354,7 +361,7 @@ class RecurrentStates:
         return int(lanes.slot[lane]), int(lanes.source[lane]), int(lanes.target[lane])
 
     def _next(self, sequence: Sequence) -> int:
-        """Return the position of the next checkpoint of a sequence, or 0 if there is none within its tokens."""
+        """Return the position of the next checkpoint within a sequence's tokens, or 0 if there is none."""
         start, last = sequence.num_computed, sequence.num_tokens - 1
         if sequence.num_uncomputed == 1:
             return _multiple(self._intervals.decodes, start, last + 1)

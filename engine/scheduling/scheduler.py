@@ -1,19 +1,20 @@
-"""The scheduler: which tokens a step computes, and which sequence holds which blocks.
+"""The scheduler: chooses the tokens that a step computes, and allocates blocks to sequences.
 
-Each sequence has `num_tokens` and `num_computed`, and every step raises `num_computed` towards `num_tokens`, within a
-token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are all this one
-case.
+Each sequence has `num_tokens` and `num_computed`. Every step increases `num_computed` towards `num_tokens`, within a
+token budget. The scheduler therefore has no separate cases for prefill, chunked prefill, decode, resumed prefixes and
+recomputation after a preemption.
 
-`SharedPrompts` owns the prompts that are being computed, so that a request with the same prompt can join. `Waiting`
-owns the waiting sequences. `Running` owns the running sequences, with the blocks, lanes and states that they hold.
-`Starter` decides whether a waiting sequence can start. `Scheduler` plans the step. None of them knows what is sampled
-or why a sequence ends.
+`SharedPrompts` owns the index of prompts that are being computed, so that a request with the same prompt can share the
+computation. `Waiting` owns the waiting sequences. `Running` owns the running sequences, with the blocks, lanes and
+states that they hold. `Starter` decides whether a waiting sequence can start. `Scheduler` plans the step. This module
+does not know how tokens are sampled or why a sequence ends.
 
-A step takes running decodes first, then chunks of running prompts, then admissions. A prompt of any length therefore
-delays a decode by at most one chunk. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
-the newest running sequence, never from an older one. The oldest running sequence therefore always advances, and every
-accepted request finishes. A waiting sequence is set aside while running sequences compute its next blocks, until the
-last of these blocks is published; later sequences may be admitted before it. The cost of planning a step does not grow
+A step is filled with running decodes first, then with chunks of running prompts, then with chunks of newly admitted
+sequences. A prompt of any length therefore delays a decode by at most one chunk. Blocks are reserved chunk by chunk. If
+a sequence needs a block and no block is free, the newest running sequence is preempted. A sequence is never preempted
+for a newer sequence. The oldest running sequence therefore always advances, and every accepted request finishes. A
+waiting sequence is set aside while running sequences compute its next blocks, until the last of these blocks is
+published. Later sequences may be admitted before a sequence that is set aside. The time to plan a step does not grow
 with the number of waiting sequences.
 """
 
@@ -40,24 +41,23 @@ _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 
 
 class SharedPrompts:
-    """The sequences that compute prompts, until their first token is drawn.
+    """The sequences that compute prompts, until the step that draws their first tokens.
 
-    They are keyed by the tokens of the prompt and everything else that identifies its blocks.
+    A sequence is found by the tokens of its prompt and everything else that identifies the prompt's blocks.
     """
 
     def __init__(self) -> None:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """Return the sequence that computes this prompt, or None. More samples may join the sequence.
+        """Return the sequence that computes this prompt, or None. Further samples may be added to the sequence.
 
-        A chain with records matches only sequences with records, and a chain without records only sequences without
-        records.
+        The sequence records routed experts if and only if `chain` does.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
     def add(self, sequence: Sequence) -> None:
-        """Let other requests join a sequence, which must consist of a prompt alone."""
+        """Let other requests join a sequence. The sequence must have no decoded tokens."""
         self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
@@ -79,11 +79,11 @@ def _key_of(tokens: array[int], chain: Chain) -> _Key:
 class SchedulerStats:
     """Lifetime counters.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found, at first admission. `shortened_hits`: tokens
-    that were found but computed again, because a checkpoint of their state or the requested routed experts were
-    missing. `preemptions`: how often a running sequence gave its blocks to an older one. `recomputed`: how often a
-    running sequence lost its blocks to `recompute_running`. `deferred_admissions`: summed over all steps, the number of
-    sequences that waited for a prefix.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found when a sequence first starts. `shortened_hits`:
+    tokens that were found but computed again, because the checkpoint of their state or their requested routed experts
+    were missing. `preemptions`: how often an older sequence took the blocks of a running sequence. `recomputed`: how
+    often `recompute_running` took the blocks of a running sequence. `deferred_admissions`: summed over all steps, the
+    number of sequences that waited for a prefix.
     """
 
     prefix_queries: int = 0
@@ -109,9 +109,9 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """The waiting sequences: sorted `ready` sequences, and sequences set aside until an awaited block is published.
+    """The waiting sequences: `ready` sequences, sorted, and sequences that are set aside until a block is published.
 
-    To examine a ready sequence, its prompt is hashed. A sequence that is set aside costs nothing.
+    The scheduler hashes the prompt of a ready sequence to examine it. A sequence that is set aside is not examined.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Waiting:
         return iter(sorted({*self.ready}.union(*self._aside.values()), key=order_of))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the ready ones."""
+        """Add a sequence to `ready`."""
         insort(self.ready, sequence, key=order_of)
 
     def remove(self, sequence: Sequence) -> None:
@@ -142,13 +142,13 @@ class Waiting:
             self._aside[sequence.claim].remove(sequence)
 
     def set_aside(self, sequence: Sequence, claim: bytes) -> None:
-        """Set a ready sequence aside until the block `claim` is published, or is no longer being computed."""
+        """Set a ready sequence aside until the block with hash `claim` is published or no longer being computed."""
         remove_from(self.ready, sequence)
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
 
     def take_back(self, is_under_way: Callable[[bytes], bool]) -> None:
-        """Make sequences ready again if their awaited block is no longer in progress (published or abandoned)."""
+        """Make sequences ready again if the block for which they wait was published or abandoned."""
         over = [key for key in self._aside if not is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
@@ -160,8 +160,8 @@ class Waiting:
 class Running:
     """At most `capacity` running sequences.
 
-    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: their recurrent states, or None if the model
-    has none.
+    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: the recurrent states of the sequences, or
+    None if the model has no recurrent layers.
     """
 
     def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots | None, intervals: Intervals) -> None:
@@ -170,7 +170,7 @@ class Running:
         self.sequences: list[Sequence] = []
         self._cache, self._capacity = cache, capacity
         self._order: np.ndarray | None = None  # the lanes of `sequences`, until `sequences` changes
-        # A copy into a block that was released meanwhile does no harm: a block is written before it is read.
+        # A copy into a block that has been released is harmless, because every block is written before it is read.
         self._block_copies = self._no_copies()
 
     def __len__(self) -> int:
@@ -178,17 +178,17 @@ class Running:
 
     @property
     def has_room(self) -> bool:
-        """Return whether one more sequence can run."""
+        """Return whether fewer than `capacity` sequences run."""
         return len(self.sequences) < self._capacity
 
     def in_order(self) -> np.ndarray:
-        """Return the lanes of the sequences in sorted order, int64."""
+        """Return the lanes of the sequences, in the order of `sequences`, int64."""
         if self._order is None:
             self._order = np.array([sequence.lane for sequence in self.sequences], np.int64)
         return self._order
 
     def enter(self, sequence: Sequence, table: Table, num_computed: int, slots: Slots) -> None:
-        """Start to run a sequence. `table`: its blocks, with the KV of its first `num_computed` tokens."""
+        """Start to run a sequence. `table`: the blocks with the KV of the sequence's first `num_computed` tokens."""
         sequence.table = table
         insort(self.sequences, sequence, key=order_of)
         self.lanes.enter(sequence, num_computed, *slots)
@@ -211,11 +211,11 @@ class Running:
         self.lanes.add_blocks(sequence)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """Return a new sequence for `sample`: the tokens and the KV of `parent`, then the sample's first `token`.
+        """Return a new sequence for `sample`, with the tokens and the KV of `parent` and the sample's first `token`.
 
-        All tokens of the parent must be computed. Full blocks are shared; a partial last block is copied before the
-        next step. If there is no room to run, or if the parent has lost its blocks, the new sequence does not run and
-        holds no blocks.
+        All tokens of the parent must be computed. Full blocks are shared. A partial last block is copied before the
+        next step. The new sequence does not run and holds no blocks if there is no room for it, or if the parent has
+        lost its blocks.
         """
         chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
@@ -234,15 +234,15 @@ class Running:
         return child
 
     def take_block_copies(self) -> list[dict[int, int]]:
-        """Return the block copies to make before the next step computes, each copy once.
+        """Return the block copies that the next step must make first. Each copy is returned only once.
 
-        For each group, they map destination to source.
+        For each group, the copies map destination to source.
         """
         copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless these sequences account for every block, slot and lane."""
+        """Raise RuntimeError unless the running sequences account for every block, slot and lane."""
         self._cache.check_integrity(sequence.table for sequence in self.sequences)
         if self.states is not None:
             self.states.check_integrity(self.sequences)
@@ -253,7 +253,7 @@ class Running:
 
 
 class Outcome(Enum):
-    """The result of the attempt to start a waiting sequence."""
+    """The result of an attempt to start a waiting sequence."""
 
     STARTED = auto()
     WAIT_FOR_PREFIX = auto()
@@ -263,8 +263,8 @@ class Outcome(Enum):
 class Starter:
     """Moves sequences from `waiting` to `running`.
 
-    `routes`: for models with experts, the experts chosen in published prefixes. `chunk`: the most tokens that a
-    sequence computes in a step.
+    `routes`: the routed experts of published prefixes, for models with experts. `chunk`: the maximum number of tokens
+    that a sequence computes in a step.
     """
 
     def __init__(
@@ -280,15 +280,15 @@ class Starter:
         self._waiting, self._running, self._states = waiting, running, running.states
 
     def start(self, sequence: Sequence) -> Outcome:
-        """Start a waiting sequence after the longest prefix that it can reuse, if there is room for all its tokens.
+        """Start a waiting sequence, if there is room for all its tokens, after the longest prefix that it can reuse.
 
-        A sequence that has to wait for a prefix is set aside.
+        A sequence that must wait for a prefix is set aside.
         """
         cache = self._cache
         if sequence.chain.epoch != cache.identity.epoch:
             self._renew(sequence)
         num_tokens = sequence.num_tokens
-        # The last token is always computed, because its logits are needed. A score needs the logits of every token.
+        # The last token is always computed, because its logits are needed. Scores need the logits of all tokens.
         limit = num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         found = cache.lookup(sequence.chain, sequence.tokens, limit)
         hits = self._recorded(sequence, found)
@@ -311,7 +311,7 @@ class Starter:
         return Outcome.STARTED
 
     def is_under_way(self, key: bytes) -> bool:
-        """Return whether an awaited block, or the checkpoint at its end, is still in progress."""
+        """Return whether the block with hash `key`, or the checkpoint at its end, is still being computed."""
         return key in self._cache.claims or (self._states is not None and key in self._states.branches)
 
     def _renew(self, sequence: Sequence) -> None:
@@ -323,8 +323,8 @@ class Starter:
     def _recorded(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
         """Return the hits that a sequence can use.
 
-        A sequence that needs routed experts can use only the hits before the first hit without recorded experts. It
-        computes the tokens after these hits again.
+        A sequence that needs routed experts can use only the hits before the first hit without recorded experts. The
+        tokens of the other hits are computed again.
         """
         if self._routes is None or not sequence.needs_routes:
             return hits
@@ -345,13 +345,13 @@ class Starter:
             self._stats.prefix_hits += sequence.num_computed
 
 
-# A lookup hashes the prompt of a sequence, then searches the cache block by block.
+# Limits the lookups of a step: a lookup hashes the prompt of a sequence and searches the cache block by block.
 _MOST_LOOKUPS_IN_VAIN = 32
 
 
 @dataclass
 class _Plan:
-    """The plan of a step. `budget`: tokens left. `sizes`: the tokens that the sequence in each lane computes."""
+    """The plan of a step. `budget`: remaining tokens. `sizes`: for each lane, the number of tokens to compute."""
 
     budget: int
     sizes: dict[int, int] = field(default_factory=dict)
@@ -373,11 +373,11 @@ class _Plan:
 
 
 class Scheduler:
-    """Plans the steps of any number of sequences.
+    """Chooses the tokens that each step computes, for any number of sequences.
 
     At most `max_num_seqs` sequences run, with at most `max_num_batched_tokens` tokens per step. `slots`: the slots for
-    recurrent states, if the model has them. `intervals`: the intervals of their checkpoints. `routes`: for models with
-    experts, the experts chosen in published prefixes.
+    recurrent states, or None if the model has no such states. `intervals`: the intervals of state checkpoints.
+    `routes`: the routed experts of published prefixes, for models with experts.
     """
 
     def __init__(
@@ -400,8 +400,8 @@ class Scheduler:
     def schedule(self) -> Chunks:
         """Return the chunks of the next step, with blocks reserved for them.
 
-        There are no chunks only if no request is unfinished, or if every sequence waits for tokens, blocks or prefixes
-        from the step in flight.
+        The result is empty only if there are no sequences, or if all sequences wait for results of the step in flight
+        (tokens, blocks or prefixes).
         """
         plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
         running = self.running.in_order()
@@ -433,7 +433,7 @@ class Scheduler:
         self.stats.computed_tokens += int((counts - 1).sum())
 
     def advance(self, chunks: Chunks) -> None:
-        """Record that a step computes the KV of `chunks`, so that the next step continues after them.
+        """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens.
 
         `chunks`: without drafted tokens, which are not known to be right.
         """
@@ -446,9 +446,9 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publish the blocks that `chunks` filled, then release blocks behind a window.
+        """Publish the blocks that `chunks` filled. Then release blocks that have left an attention window.
 
-        The host must know the tokens of the blocks. Sequences that have lost their blocks since are skipped.
+        The host must have seen the tokens of the blocks. Sequences that no longer hold blocks are skipped.
         """
         cache, size = self.cache, self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
@@ -466,7 +466,10 @@ class Scheduler:
                     cache.tables.give_back(sequence.table, end)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """See `Running.fork`. If the child cannot run, it waits, and finds the shared blocks again when it starts."""
+        """Call `Running.fork`.
+
+        A child that cannot run waits. When the child starts, it finds the blocks of its parent in the cache.
+        """
         child = self.running.fork(parent, sample, token)
         if not child.table:
             self.waiting.add(child)
@@ -480,7 +483,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def recompute_running(self) -> None:
-        """Take all blocks from the running sequences and requeue the sequences, to be computed again in their order."""
+        """Take all blocks from the running sequences, and requeue the sequences to compute them again."""
         self.stats.recomputed += len(self.running)
         for sequence in self.running.sequences.copy():
             self._suspend(sequence)
@@ -492,7 +495,7 @@ class Scheduler:
         ]
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is accounted for by the running sequences alone."""
+        """Raise RuntimeError unless the running sequences account for every block and no waiting sequence holds one."""
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.running.check_integrity()
@@ -500,9 +503,9 @@ class Scheduler:
             self.routes.check_integrity(self.cache.entries)
 
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
-        """Plan one token for each sequence in the lanes `decoding`, in this order, if there are blocks for all of them.
+        """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all of them.
 
-        Return the lanes that must be planned one by one instead: all of them, or none.
+        Return the lanes that must still be planned one by one: all lanes within the budget, or none.
         """
         decoding, lanes = decoding[: plan.budget], self.running.lanes
         if self.running.states is not None and self.running.states.cuts_decodes(decoding):
@@ -524,9 +527,9 @@ class Scheduler:
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
-        """Give a running sequence, computed up to `start`, blocks for up to `size` more tokens.
+        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible.
 
-        Return the number of tokens for which it has blocks.
+        Return the number of these tokens for which the sequence has blocks.
         """
         tables, running = self.cache.tables, self.running.sequences
         needed = tables.blocks_for(start + size) - len(sequence.table)
@@ -553,7 +556,7 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _suspend(self, sequence: Sequence) -> None:
-        """Take all blocks from a running sequence and requeue it. Its published blocks can still be prefix hits."""
+        """Take all blocks from a running sequence and requeue it. The published blocks can still be hit."""
         self.running.leave(sequence)
         self.waiting.add(sequence)
 
@@ -574,9 +577,9 @@ class Scheduler:
 
 
 def _attach_routes(records: RouteRecords, entries: list[Entry], num_known: int, routes: Routes, size: int) -> None:
-    """Attach routed experts to the entries of a sequence, from entry `num_known` on.
+    """Attach the routed experts of a sequence to its index entries from `num_known` on.
 
-    Entries with rows from other weights are skipped.
+    Entries with rows that were computed with earlier weights are skipped.
     """
     for i in range(max(num_known, -(-routes.fresh // size)), len(entries)):
         records.attach(entries[i], routes.rows(i * size, (i + 1) * size))

@@ -1,8 +1,8 @@
-"""Sequences: their tokens, the progress of their computation, their purpose, and their lanes.
+"""Sequences: the tokens to compute, the progress, the purpose of the computation, and the lanes of running sequences.
 
-Owns the lane of each running sequence, and appends tokens to sequences, so that tokens and counters change together.
-The counters of a running sequence are stored only in its lane (`Counters`), from where every step gathers the counters
-of all sequences at once.
+A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes and appends tokens to
+sequences, so that tokens and counters change together. The counters of a running sequence are stored only in these
+arrays (`Counters`), so that a step reads the counters of all sequences with one array operation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..outputs.routes import Routes
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """A token is drawn for each of `samples` after the last token of the sequence.
+    """The purpose of a sequence of samples: after its last token, a token is drawn for each of `samples`.
 
-    There are several samples while the prompt of a group is computed.
+    A sequence has several samples only while it computes their shared prompt.
     """
 
     samples: list[OpenSample]
@@ -37,10 +37,11 @@ Purpose: TypeAlias = Generation | OpenScore
 class Counters:
     """The counters of running sequences that every step needs: arrays with one element per lane, int64 [capacity].
 
-    `num_tokens`: all tokens so far, prompt and decoded, including an unseen token. `num_computed`: the KV of tokens [0,
-    num_computed) is in the sequence's blocks, or will be when the steps in flight are done. `last_token`: the last seen
-    token. `has_unseen`: whether the step in flight draws another token, which the host has not seen (bool). `slot`,
-    `source`, `target`: the slots of the recurrent state (`recurrent`).
+    `num_tokens`: the number of tokens so far, prompt and decoded, including an unseen token. `num_computed`: the number
+    of tokens with KV that is in the sequence's blocks, or will be there when the steps in flight are done.
+    `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
+    An unseen token is drawn by the step in flight, and not known to the host yet. `slot`, `source`, `target`: the slots
+    of the recurrent state (`recurrent`).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,13 +59,13 @@ class Sequence:
 
     `order`: (arrival of the request, sample index). Lower orders are served first, higher orders are preempted first.
     `tokens`: the tokens that the host has seen.
-    `purpose`: the samples for which tokens are drawn after the last token, or the score that gets the log-probs.
-    `claim`: the hash of the awaited block, which another sequence computes; None if the sequence awaits no block.
+    `purpose`: the samples for which tokens are drawn after the last token, or the score that receives the log-probs.
+    `claim`: the hash of the block for which the sequence waits while another sequence computes it, or None.
     `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
-    `branch`: the number of tokens found in the cache at admission, if there was no checkpoint of their state; 0
-    otherwise, and 0 once the checkpoint exists.
-    `routes`: the experts that finished steps chose for its tokens; None if not requested. In a waiting sequence with
-    drawn tokens, the experts of all tokens but the last are recorded.
+    `branch`: the position of a missing checkpoint that the sequence will take, at the end of the tokens that it found
+    in the cache. 0 if there is no such checkpoint.
+    `routes`: the recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens
+    has the recorded experts of all tokens except the last.
     `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
     """
 
@@ -83,12 +84,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens so far, prompt and decoded. In a running sequence, an unseen token counts."""
+        """The number of tokens so far, prompt and decoded, including an unseen token of a running sequence."""
         return len(self.tokens) if self.counters is None else int(self.counters.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
-        """The length of the prefix with KV that is computed, or is being computed by the steps in flight."""
+        """The number of tokens with KV that is computed, or that the steps in flight are computing."""
         return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property
@@ -100,8 +101,8 @@ class Sequence:
     def needs_routes(self) -> bool:
         """Return whether the sequence can use cached blocks only together with their routed experts.
 
-        True if the sequence records routed experts and no token is drawn yet. Once a token is drawn, the experts of all
-        earlier tokens are recorded.
+        True if the sequence records routed experts and no token is drawn yet. After the first draw, the experts of all
+        earlier tokens are already recorded in the sequence.
         """
         return self.routes is not None and self.num_decoded == 0
 
@@ -112,7 +113,7 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence, to be computed in one step. Tokens [0, start) are computed before."""
+    """Tokens [start, end) of a sequence, which one step computes. Earlier steps computed tokens [0, start)."""
 
     sequence: Sequence
     start: int
@@ -125,18 +126,18 @@ class Chunk(NamedTuple):
 
     @property
     def reaches_end(self) -> bool:
-        """Return whether the next token can be drawn after the chunk."""
+        """Return whether the chunk includes the last token of the sequence, so that the next token can be drawn."""
         return self.end == self.sequence.num_tokens
 
     @property
     def drawing(self) -> list[OpenSample]:
-        """The samples for which a token is drawn after the chunk."""
+        """The samples for which tokens are drawn after the chunk."""
         purpose = self.sequence.purpose
         return purpose.samples if self.reaches_end and isinstance(purpose, Generation) else []
 
     @property
     def scoring(self) -> OpenScore | None:
-        """The score that gets the log-probs of the chunk, or None."""
+        """The score that receives the log-probs of the chunk, or None."""
         purpose = self.sequence.purpose
         return purpose if isinstance(purpose, OpenScore) else None
 
@@ -145,9 +146,9 @@ class Chunk(NamedTuple):
 class Chunks:
     """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
-    `lanes`: the lanes of the sequences when the step was planned. `num_left`: the number of sequences that had left
-    each of these lanes at that time. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: by lane, the drafted
-    tokens at the end of a chunk. They follow the tokens of the sequence and do not belong to it.
+    `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each lane
+    when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: by lane, the drafted tokens
+    at the end of a chunk. They follow the tokens of the sequence and do not belong to it.
     """
 
     sequences: AnySequence[Sequence]
@@ -158,7 +159,7 @@ class Chunks:
     drafts: Mapping[int, AnySequence[int]] = field(default_factory=dict)
 
     def take(self, places: np.ndarray) -> Chunks:
-        """Return the chunks at the given places."""
+        """Return the chunks at the given indices."""
         arrays = (values[places] for values in (self.lanes, self.num_left, self.starts, self.ends))
         return Chunks([self.sequences[i] for i in places], *arrays, self.drafts)
 
@@ -194,10 +195,11 @@ _FEWEST_BLOCKS = 16
 class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    In addition to the counters, each lane has: `num_blocks`, the number of blocks of the sequence, and `num_left`, the
-    number of sequences that have left the lane, both int64 [capacity]. `tables`: for each group the block tables, int64
-    [capacity, blocks], padded with zeros. `sequences`: the sequence in each lane. `is_decoding`, bool: whether the
-    sequence belongs to one sample that has tokens. `samples`, `draws`: that sample and its `DRAW`.
+    Like the counters, these arrays have one element or row per lane. `num_blocks`: the number of blocks of the
+    sequence, int64. `num_left`: the number of sequences that have left the lane, int64. `tables`: for each group, the
+    block tables, int64 [capacity, blocks], padded with zeros. `sequences`: the sequence in the lane, or None.
+    `is_decoding`: whether the sequence has a single sample and decoded tokens, bool. `samples`, `draws`: the sample of
+    a decoding sequence, and the sample's `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -209,7 +211,7 @@ class Lanes(Counters):
         self._free = list(reversed(range(capacity)))
 
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
-        """Give a lane to a sequence that starts to run with the KV of its first `num_computed` tokens."""
+        """Assign a lane to a sequence that starts to run. The KV of `num_computed` tokens is already computed."""
         lane = self._free.pop()
         sequence.counters, sequence.lane = self, lane
         self.sequences[lane] = sequence
@@ -222,14 +224,14 @@ class Lanes(Counters):
         self._see(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take the lane from a sequence that no longer runs."""
+        """Free the lane of a sequence that no longer runs."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self.num_left[sequence.lane] += 1
         self._free.append(sequence.lane)
         sequence.counters, sequence.lane = None, -1
 
     def chunks(self, lanes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Chunks:
-        """Return the chunks [starts, ends) of the sequences in some lanes. All arrays: int64 [N]."""
+        """Return chunks of tokens [starts, ends) for the sequences in `lanes`. All arrays are int64 [N]."""
         return Chunks(self.sequences[lanes].tolist(), lanes, self.num_left[lanes], starts, ends)
 
     def add_blocks(self, sequence: Sequence) -> None:
@@ -243,15 +245,15 @@ class Lanes(Counters):
         self.num_blocks[lane] = count
 
     def expect_first(self, sequence: Sequence) -> None:
-        """Count the first drawn token of a sequence with one sample while the token is being drawn."""
+        """Count the first token of a sequence with one sample as an unseen token, while the step in flight draws it."""
         self.num_tokens[sequence.lane] += 1
         self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
 
     def expect(self, decodes: Chunks) -> None:
-        """Count the next token of each decoding sequence while the token is being drawn.
+        """Count the next token of each decoding sequence as an unseen token, while the step in flight draws it.
 
-        The last token that `max_tokens` allows is not counted.
+        The last token that `max_tokens` allows is not counted, because no step computes its KV.
         """
         lanes = decodes.lanes
         goes_on = self._holds(decodes) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
@@ -260,7 +262,7 @@ class Lanes(Counters):
         self.has_unseen[lanes] = True
 
     def begin(self, sequence: Sequence, sample: OpenSample, token_id: int) -> None:
-        """Assign a running or waiting sequence to this sample alone, and append the sample's first token to it."""
+        """Make `sample` the only sample of a running or waiting sequence, and append the sample's first token."""
         sequence.purpose = Generation([sample])
         sequence.tokens.append(token_id)
         if sequence.lane >= 0:
@@ -269,8 +271,8 @@ class Lanes(Counters):
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
         """Append the next tokens to decoding sequences. The KV of all new tokens but the last is computed.
 
-        `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the tokens of all
-        sequences, concatenated. A sequence that has left its lane since the step was planned gets its tokens, too.
+        `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the new tokens of all
+        sequences, concatenated. A sequence that has left its lane since the step was planned also receives its tokens.
         """
         sequences, lanes, last = decodes.sequences, decodes.lanes, np.array(token_ids)
         if len(token_ids) == len(sequences):
@@ -289,18 +291,18 @@ class Lanes(Counters):
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise RuntimeError unless each running sequence agrees with its lane, and no other lane is in use."""
+        """Raise RuntimeError unless every running sequence matches its lane, and all other lanes are free."""
         if wrong := [sequence for sequence in running if not self._fits(sequence)]:
-            raise RuntimeError(f"lanes: lane {wrong[0].lane} does not agree with its sequence {wrong[0].order}")
+            raise RuntimeError(f"lanes: lane {wrong[0].lane} does not match its sequence {wrong[0].order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
 
     def _holds(self, chunks: Chunks) -> np.ndarray:
-        """Return which sequences still have the lane that they had when the step was planned, bool [N]."""
+        """Return which sequences are still in the lane that they had when the step was planned, bool [N]."""
         return self.num_left[chunks.lanes] == chunks.num_left
 
     def _see(self, sequence: Sequence) -> None:
-        """Count all tokens of a running sequence as seen."""
+        """Update the counters of a running sequence from `tokens`. The sequence then has no unseen token."""
         lane = sequence.lane
         self.num_tokens[lane], self.last_token[lane] = len(sequence.tokens), sequence.tokens[-1]
         self.has_unseen[lane] = False
@@ -325,13 +327,14 @@ class Lanes(Counters):
 
 @dataclass(frozen=True, eq=False)
 class Takers:
-    """The samples and scores that take the results of a step.
+    """The samples and scores that receive the results of a step.
 
-    `samples`: the samples that draw. Sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The
-    draws of the samples lie one after the other. The first draws belong to `decodes`, the chunks of samples with a
-    sequence of their own. The other samples draw their first token, each from one row; samples of the same prompt are
-    adjacent. `scores`: the places of the scored chunks, with their scores. `prompts`: the place of each prompt after
-    which samples draw, with the range of these samples. `places`, `counts`: int64.
+    A place is the index of a chunk in the step. `samples`: the samples for which tokens are drawn: first the samples
+    with a sequence of their own, then the samples that draw their first token. Samples of the same prompt are adjacent.
+    `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The draws are
+    in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their own. `scores`: the place of
+    each scored chunk, with its score. `prompts`: the place of each completed prompt, with the range of its samples in
+    `samples`.
     """
 
     decodes: Chunks
@@ -343,12 +346,12 @@ class Takers:
 
     @property
     def num_decode_draws(self) -> int:
-        """The number of draws that belong to `decodes`. These are the first draws."""
+        """The number of draws that belong to `decodes`. These draws precede all others."""
         return int(self.counts[: len(self.decodes)].sum())
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
-    """Return the takers of the chunks of a step that is about to be computed."""
+    """Return the samples and scores that receive the results of `chunks`, before the step is computed."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
     places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))

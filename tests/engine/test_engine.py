@@ -526,8 +526,11 @@ def test_the_id_of_a_running_request_is_rejected(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num_blocks=1, kv_memory=1), "^num_blocks and kv_memory set the same thing; give at most one of"),
-        (dict(num_blocks=1, kv_memory_fraction=0.5), "^num_blocks and kv_memory_fraction set the same thing"),
+        (
+            dict(num_blocks=1, kv_memory=1),
+            "^num_blocks and kv_memory are alternative sizes of the KV cache; set at most one of",
+        ),
+        (dict(num_blocks=1, kv_memory_fraction=0.5), "^num_blocks and kv_memory_fraction are alternative sizes"),
         (dict(num_blocks=None, kv_memory_fraction=1.5), "kv_memory_fraction: .*got 1.5"),
         (dict(num_blocks=None, kv_memory_fraction=0.0), "kv_memory_fraction: .*got 0.0"),
         (dict(num_blocks=None, kv_memory=10), "10 bytes are not enough for one block of 8192 bytes"),

@@ -307,7 +307,7 @@ def test_a_tokenizer_reads_regular_files_only(folder: Path, file: str, kind: str
 
 def test_an_oversized_tokenizer_file_is_refused(folder: Path) -> None:
     os.truncate(folder / "tokenizer.json", 2**26 + 1)
-    with pytest.raises(ModelError, match="tokenizer.json: 67108865 bytes are too many"):
+    with pytest.raises(ModelError, match="tokenizer.json: file is too large: 67108865 bytes"):
         TextModel(str(folder))
 
 

@@ -237,7 +237,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         needed = [self.needed(hits, group) for group in range(len(self.kv))]
         free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.tables.pools)]
         if num_new > min(map(len, free)):
-            with pytest.raises(RuntimeError, match=f"{num_new} free blocks needed"):
+            with pytest.raises(RuntimeError, match=f"needs {num_new} free blocks"):
                 self.cache.tables.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1

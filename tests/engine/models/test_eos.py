@@ -166,7 +166,7 @@ def test_a_tokenizer_out_of_proportion_is_refused(tmp_path: Path, file: str) -> 
         write(tmp_path, dict(tokenizer_config=dict(eos_token="</s>")))
     (tmp_path / file).touch()
     os.truncate(tmp_path / file, 2**26 + 1)
-    with pytest.raises(ModelError, match=f"{file}: 67108865 bytes are too many"):
+    with pytest.raises(ModelError, match=f"{file}: file is too large: 67108865 bytes"):
         found(tmp_path)
 
 

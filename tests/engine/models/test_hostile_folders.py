@@ -96,13 +96,13 @@ def test_json_nested_too_deeply_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_settings_of_a_megabyte_are_refused(folder: Path, file: str) -> None:
     (folder / file).write_text(json.dumps({"a": "x" * 2**20}))
-    assert f"{file}: 10485" in (message := refusal(folder)) and "are too many (limit 1048576)" in message
+    assert f"{file}: file is too large: 10485" in (message := refusal(folder)) and "bytes (limit 1048576)" in message
 
 
 def test_an_index_out_of_proportion_is_refused(folder: Path) -> None:
     shard(folder)
     os.truncate(folder / INDEX, 2**24 + 1)
-    assert f"{INDEX}: 16777217 bytes are too many (limit 16777216)" in refusal(folder)
+    assert f"{INDEX}: file is too large: 16777217 bytes (limit 16777216)" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,20 @@ def header_of(file: Path, more: int) -> bytes:
 def test_a_header_out_of_proportion_is_refused(folder: Path) -> None:
     content, header = (folder / SINGLE).read_bytes(), header_of(folder / SINGLE, 2**24)
     write_safetensors(folder / SINGLE, header, content[8 + len(header) - 2**24 :])
-    assert "headers of 1677" in (message := refusal(folder)) and "bytes (limit 16777216)" in message
+    assert (
+        "headers of the safetensors files are too large: 1677" in (message := refusal(folder))
+        and "bytes (limit 16777216)" in message
+    )
 
 
 def test_headers_out_of_proportion_together_are_refused(folder: Path) -> None:
     for file in (names := ("1.safetensors", "2.safetensors")):
         write_safetensors(folder / file, b"{}" + b" " * (9 * 2**20))
     shard(folder, *names)
-    assert "headers of 1887" in (message := refusal(folder)) and "bytes (limit 16777216)" in message
+    assert (
+        "headers of the safetensors files are too large: 1887" in (message := refusal(folder))
+        and "bytes (limit 16777216)" in message
+    )
 
 
 @pytest.mark.parametrize("length", [2**63, 2**24 + 1, 1000])

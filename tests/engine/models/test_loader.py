@@ -150,7 +150,9 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
 def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError, match=r"config\.json: (cannot be read|is not valid JSON|must hold a JSON object)"):
+    with pytest.raises(
+        ModelError, match=r"config\.json: (cannot be read|is not valid JSON|must contain a JSON object)"
+    ):
         read_config(tmp_path)
 
 

@@ -438,7 +438,7 @@ def test_a_tensor_with_missing_rows_is_refused(
     engine.step()
     staging = stage(engine, {k: v for k, v in read_tensors(newer).items() if k != "model.embed_tokens.weight"})
     staging.rows("model.embed_tokens.weight", 0, 496).copy_(torch.zeros(496, 64))
-    with pytest.raises(ValueError, match="model.embed_tokens.weight: 512 staged rows required .got 496."):
+    with pytest.raises(ValueError, match="model.embed_tokens.weight: 512 rows must be staged .got 496."):
         engine.commit_weights(staging, 1, in_flight)
     assert len(drain(engine)) == 1 and engine.weight_version == 0 and engine.stats().recomputed == 0
     assert all_bits(engine) == old
@@ -453,7 +453,7 @@ def test_in_place_needs_every_parameter(tiny_model: Path, newer: Path, backend: 
             engine.commit_weights(staging, 1, "recompute")
         with pytest.raises(RuntimeError, match="no complete weights"):
             engine.step()
-    with pytest.raises(ValueError, match="in place need whole rows"):
+    with pytest.raises(ValueError, match="in-place staging accepts whole rows only"):
         staging.put("model.norm.weight", torch.tensor([0]), torch.ones(1))
     with pytest.raises(ValueError, match="model.embed_tokens.weight is missing"):
         engine.commit_weights(stage(engine, {"model.norm.weight": last}), 1, "recompute")
@@ -479,7 +479,7 @@ def test_an_unwritten_in_place_staging_changes_nothing(tiny_llama: Path) -> None
         (lambda s: s.put("model.norm.weight", torch.tensor([-1]), torch.ones(1)), r"indices must be in \[0, 64\)"),
         (
             lambda s: s.put("model.norm.weight", torch.tensor([1, 2]), torch.ones(1)),
-            "one int64 index per torch.float32 value",
+            "each torch.float32 value needs one int64 index",
         ),
         (
             lambda s: s.put("model.norm.weight", torch.tensor([1], dtype=torch.int32), torch.ones(1)),

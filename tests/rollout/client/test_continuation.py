@@ -142,7 +142,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
 
 
 def test_prior_tokens_need_n_1_and_a_prompt_that_contains_them(engine: Engine) -> None:
-    with pytest.raises(InvalidRequestError, match="^num_prior_tokens must be at most 20, the length of the prompt"):
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens must not exceed the prompt's 20 tokens"):
         engine.add(replace(generate("g", PROMPT), num_prior_tokens=21))
-    with pytest.raises(InvalidRequestError, match="^num_prior_tokens .* requires n = 1 .got n = 2."):
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens requires n = 1.*got n = 2"):
         engine.add(replace(generate("g", PROMPT, n=2), num_prior_tokens=3))

@@ -112,7 +112,7 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
     assert result.returncode == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: a model is a folder")
+    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: must be a model folder")
 
 
 def test_http_offers_every_setting_with_its_default() -> None:
