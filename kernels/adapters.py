@@ -1,4 +1,5 @@
-"""PEFT models: which weights a LoRA adapter (Hu et al. 2022) changes, and which modules are trained whole.
+"""Find the weights of a PEFT model that a LoRA adapter (Hu et al. 2022) changes, and the modules that are trained
+whole.
 
 A PEFT model changes weights in two ways. A weight with an adapter becomes `Backend.merge` of the weight, A and B, all
 three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active copy. This module
@@ -22,13 +23,13 @@ from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
-# LoraConfig fields and the values with which PEFT computes the same as `Backend.merge`. The fields in _EMPTY change the
-# computation too, and must be empty.
+# LoraConfig fields, each with the value for which PEFT computes exactly `Backend.merge`. The fields in _EMPTY must be
+# empty, since any entry changes the computation.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
-# Fields that do not change the computation, or are checked elsewhere. Some say which modules are adapted, how A, B and
-# the scale are initialized, or how the adapter is stored. The others belong to kinds of LoRA that PEFT computes in
-# classes or variants of their own; `adapter_of` finds these in the modules.
+# Fields that do not change the computation, or that other code checks. Some of these fields select the adapted modules,
+# initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA that have their own classes
+# or variants in PEFT. `adapter_of` detects these kinds in the modules.
 _UNDERSTOOD = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "fan_in_fan_out"),
@@ -40,7 +41,9 @@ _UNDERSTOOD = {
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter of a weight [N, K]. It adds scale * (b times a) to the weight; `a` is [R, K], `b` is [N, R]."""
+    """A LoRA adapter of a weight [N, K]. The adapter adds scale * (b times a) to the weight; `a` is [R, K], `b` is [N,
+    R].
+    """
 
     a: Tensor
     b: Tensor
@@ -49,7 +52,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptedTensors:
-    """The tensors of a PEFT model, under the names that its base model has without PEFT.
+    """The tensors of a PEFT model, named as in the base model without PEFT.
 
     `tensors`: all tensors, without adapters. `replaced`: the names of the tensors that come from active copies of
     modules in `modules_to_save`. `adapters`: the adapters, each under the name of the weight that it changes.
@@ -62,7 +65,8 @@ class AdaptedTensors:
     def merged(self, dtype: torch.dtype, own: Mapping[str, torch.dtype], ops: Backend) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, with adapters merged into the weights.
 
-        A tensor has the dtype that `own` gives for its name, or else `dtype`. Sharded tensors are gathered.
+        Each tensor is in the dtype that `own` gives for the tensor's name, or in `dtype` if `own` lacks the name.
+        Sharded tensors are gathered.
         """
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -73,7 +77,9 @@ class AdaptedTensors:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise AlignmentError if a PEFT model computes anything but W + scale * B A and active copies of modules."""
+    """Check that a PEFT model only computes W + scale * B A and active copies of modules. Raise AlignmentError
+    otherwise.
+    """
     active = list(_read(model, "active_adapters"))
     if len(active) != 1:
         raise AlignmentError(
@@ -92,7 +98,7 @@ def check_adapters(model: Any) -> None:
 
 
 def _check_fields(config: Any) -> None:
-    """Raise AlignmentError if a LoraConfig sets a field that this module does not know to anything but its default."""
+    """Raise AlignmentError if a LoraConfig has a non-default value in a field that this module does not know."""
     for field in fields(config):
         if field.name in _UNDERSTOOD or field.name in _PLAIN or field.name in _EMPTY:
             continue
@@ -103,7 +109,9 @@ def _check_fields(config: Any) -> None:
 
 
 def _read(of_peft: Any, name: str) -> Any:
-    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT does not have it."""
+    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT lacks the
+    attribute.
+    """
     try:
         return getattr(of_peft, name)
     except AttributeError:
@@ -111,9 +119,9 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Raise AlignmentError if a module of PEFT in `base` computes anything but W + scale * B A or an active copy.
+    """Check that PEFT modules in `base` only compute W + scale * B A or an active copy. Raise AlignmentError otherwise.
 
-    `base` is the model without PEFT's own wrapper around it; it may never have had one.
+    `base`: the model without PEFT's outer wrapper, or a model that PEFT never wrapped.
     """
     for prefix, module in _outermost(base):
         name = prefix.removesuffix(".")
@@ -122,13 +130,13 @@ def check_modules(base: nn.Module) -> None:
 
 
 def check_tie(base: Any, is_tied: bool) -> None:
-    """Raise AlignmentError if the config ties head and embedding (`is_tied`), but the two are trained apart."""
+    """Raise AlignmentError if the config ties head and embedding (`is_tied`), but the model trains them separately."""
     head, embedding = current(base.lm_head), base.model.embed_tokens
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(
-            "lm_head is trained apart from the embedding, but the model's config ties the two, as every worker does; "
-            "leave both out of modules_to_save and target_modules"
+            "lm_head is trained separately from the embedding, but the model's config ties them, and so does a worker; "
+            "leave both modules out of modules_to_save and target_modules"
         )
 
 
@@ -161,14 +169,14 @@ def current(module: Any) -> Any:
 
 
 def copies_of(module: Any) -> list[nn.Module]:
-    """Return all modules that `current` can return for this module."""
+    """Return every module that `current` may return for this module."""
     if _kind(module) != _WRAPPER:
         return [module]
     return [_read(module, "original_module"), *_read(module, "modules_to_save").values()]
 
 
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
-    """Return the adapter that a module adds to its weight, or None if there is none or it is disabled.
+    """Return the adapter that a module adds to its weight, or None if the module has no enabled adapter.
 
     Raise AlignmentError, with `name` for the module, if the adapter is merged, if several adapters are active, or if
     the adapter is not plain LoRA.
@@ -208,9 +216,9 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module and the modules inside it, each with the prefix of its parameters' names.
+    """Yield a module and all its submodules, each with the prefix of its parameters' names.
 
-    The modules inside modules of PEFT are left out. A served wrapper around a module adds nothing to its prefix.
+    Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """
     while (inside := within(module)) is not None:
         module = inside
@@ -220,14 +228,18 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
-    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype; `weight` if there is none."""
+    """Return `ops.merge` of a weight and an adapter, with A and B in the weight's dtype. Without an adapter, return
+    `weight`.
+    """
     if adapter is None:
         return weight
     return ops.merge(weight, adapter.a.to(weight.dtype), adapter.b.to(weight.dtype), adapter.scale)
 
 
 def _active(module: Any, among: Any) -> str | None:
-    """Return the active adapter of a PEFT module that is `among` the given ones. Raise AlignmentError for several."""
+    """Return the name of a PEFT module's active adapter, out of the names `among`; None if adapters are disabled. Raise
+    AlignmentError if several are active.
+    """
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:
         return None
@@ -243,6 +255,8 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """Return the module and the name of a module's class. For an aligned class, those of the class it was made from."""
+    """Return the module and the name of a module's class. For an aligned class, return the module and the name of the
+    original class.
+    """
     found = plain_class(type(module))
     return found.__module__, found.__name__

@@ -1,8 +1,8 @@
-"""The arguments of an aligned model's forward pass: which ones are served, ignored or refused.
+"""The arguments of an aligned model's forward pass: which arguments are supported, ignored or refused.
 
-The module is an allow-list: an argument of transformers that is not listed is refused. `check_signature` refuses it in
-a signature, when a model is aligned; `check_call` refuses it in a call. So an aligned model never silently ignores an
-argument that a new release of transformers adds.
+The module is an allow-list: aligned models refuse any argument of transformers that is not listed. `check_signature`
+checks the signature of the forward pass when a model is aligned. `check_call` checks each call. An aligned model
+therefore never silently ignores an argument that a new release of transformers adds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
-# Read by transformers' code around the decoder, which computes the loss from the aligned model's logits.
+# Arguments that transformers handles outside the decoder, for example to compute the loss from the logits.
 OF_THE_HEAD = frozenset(
     {"labels", "logits_to_keep", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels"}
 )
-# A hint about memory, and boundaries of packed sequences for flash attention that repeat `position_ids`.
+# Arguments without effect: a memory hint, and sequence boundaries that `position_ids` already give.
 IGNORED = frozenset({"use_cache", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 BOUNDARIES = frozenset({"cu_seq_lens_q", "seq_idx"})
 CACHES = frozenset({"past_key_values", "cache"})
-# Refused unless the value is None or the one given here, which requests nothing.
+# Arguments that are refused, unless the value is None or the value given here. These values request no feature.
 REFUSED: Mapping[str, Any] = {
     **dict.fromkeys(CACHES | {"inputs_embeds"}),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), False),
@@ -61,7 +61,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
     if without and given.get("position_ids") is None:
         raise AlignmentError(
-            f"position_ids: missing beside {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
+            f"position_ids: missing with {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
         )
     return given
 
@@ -69,7 +69,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 def _refusal(name: str, value: Any) -> str:
     if name in CACHES:
         return (
-            f"{name}: an aligned model keeps no KV cache, which `generate` needs unless use_cache=False; sample with a "
+            f"{name}: an aligned model keeps no KV cache; call `generate` with use_cache=False, sample with a "
             "worker, or call unalign"
         )
     kind = "does not support" if name in REFUSED else "does not know"

@@ -1,15 +1,15 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
-The forward pass of each op is the backend's op, so it gives the bits of a rollout. The backward pass uses torch in the
-dtype of the forward pass and promises gradients within rounding. Three parts of it are backend ops too: rotations,
-recomputed logits and recomputed inner rows of experts. The backward pass of a recurrence recomputes it in float32, in
-chunks of `_CHUNK` tokens. Each chunk has a closed form that torch differentiates, so one state is kept per chunk
-instead of one per token. Both passes ignore autocast, which would change dtypes in between; the caller casts.
+The forward pass of each op is the backend's op, so its results have the bits of a rollout. The backward pass uses torch
+in the dtype of the forward pass and promises gradients within rounding. Three parts of the backward pass use backend
+ops too: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of a recurrence recomputes
+the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of a chunk, so one state
+is kept per chunk instead of one state per token. Forward and backward passes disable autocast, which would change
+dtypes inside an op. The caller casts instead.
 
-M is the number of rows, which are tokens of any number of sequences. The floating-point tensors of a call share one
-dtype and device unless stated otherwise. The module owns no state. Each call packs a weight into the backend's layout
-again, since not every change of a weight can be detected: a change through `.data` does not bump torch's version
-counter.
+M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
+one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
+layout again. Packed weights are not cached, because torch's version counter misses changes through `.data`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .contract import (
 )
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
 
-# Any even size gives the same bits.
+# Block size of the cache; any even size gives the same bits.
 _BLOCK_SIZE = 16
-# Any size gives the same gradients within rounding.
+# Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
-# The most bytes of logits that a backward pass holds at once. One row of logits is held even if it is larger.
+# Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
 _LOGITS_BYTES = 2**27
 
 
@@ -163,7 +163,7 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up from the gradient of `gate_mul(gate, up)`. All tensors have one shape."""
+    """Return the gradients of gate and up from the gradient of `gate_mul(gate, up)`, all of the same shape."""
     if activation == "sigmoid":
         sigmoid = torch.sigmoid(gate)
         return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
@@ -240,7 +240,9 @@ class _Experts(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute gradients expert by expert, and recompute each expert's inner rows: the forward pass keeps none."""
+        """Compute gradients expert by expert, and recompute each expert's inner rows, which the forward pass does not
+        keep.
+        """
         experts, x, gates, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
@@ -269,7 +271,7 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients for one expert's M rows: of x [M, H], of the gates [M], and of the expert's four parameters.
+    """Return the gradients of x [M, H], the gates [M] and one expert's four parameters, for the expert's M rows.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -284,7 +286,9 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (expert, rows, places in these rows) for each of the `count` experts that occurs in `experts` [M, k]."""
+    """For each of the `count` experts that occurs in `experts` [M, k], yield (expert, rows, columns) of its
+    occurrences.
+    """
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
     for expert, found in enumerate(order.split(counts)):
@@ -309,8 +313,8 @@ class Packed:
 
     @cached_property
     def batch(self) -> AttentionBatch:
-        """The attention batch: every row attends to its sequence's rows up to itself. Each sequence has its own cache
-        blocks.
+        """The attention batch: each row attends to its sequence's rows up to and including itself. Each sequence has
+        its own cache blocks.
         """
         counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
         first = counts.cumsum(0) - counts
@@ -329,12 +333,12 @@ class Packed:
 
     @cached_property
     def states(self) -> StateBatch:
-        """The state batch: each sequence starts from zeros and leaves its state in its own slot."""
+        """The state batch: each sequence starts from zeros and stores its state in a slot of its own."""
         slots = torch.arange(len(self.lens), device=self.positions.device)
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """Group the sequences by length. A group padded to its longest sequence has less than twice its tokens."""
+        """Group the sequences by length. Padding a group to its longest sequence less than doubles its tokens."""
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
             alike[length.bit_length()].append(i)
@@ -386,8 +390,8 @@ class _Attention(Function):
 def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
     """Return the gradients of q, k and v, and float32 gradients of `sinks` [heads] if there are sinks.
 
-    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D]. Sequences are padded on the right, where
-    causal attention never lets a real query see the padding.
+    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D]. Sequences are padded on the right, so under
+    causal attention no real query sees padding.
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
@@ -509,8 +513,8 @@ def _recur(
 def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
     """Return the outputs of a delta rule that starts from zero states: [B, heads, T, V].
 
-    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs` (of the decays) and `rates` (of the changes) are [B,
-    heads, T]. The padding on the right is zeros.
+    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs`, the logarithms of the decays, and `rates`, the update
+    rates, are [B, heads, T]. Sequences are padded with zeros on the right.
     """
     state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):
@@ -522,8 +526,9 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a chunk and the state after it (Yang et al. 2024).
 
-    Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - what k_i reads). k_i reads the state before the
-    chunk and the changes of the tokens j < i, both decayed until i. These equations are triangular in u.
+    Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i with the state
+    that token i finds: the state before the chunk plus the changes by tokens j < i, with all decays up to token i. The
+    equations for all u_i form a triangular system.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]
@@ -537,9 +542,9 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
 
 
 def _decays_between(logs: Tensor) -> Tensor:
-    """Return e^(the sum of the logs after j up to i) as [..., T, T] with i first; 0 for j > i.
+    """Return [..., T, T] with element (i, j) = e^(logs[j + 1] + ... + logs[i]), or 0 for j > i.
 
-    Differences of cumulative sums are avoided: they would lose small terms beside large ones.
+    Differences of cumulative sums are not used, since they would lose small terms next to large ones.
     """
     each = logs[..., None].expand(*logs.shape, logs.shape[-1]).tril(-1)
     return each.cumsum(-2).exp().tril()
@@ -547,7 +552,7 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
     """Return a request for the log-prob of one token in each row."""
-    # A temperature beyond float32 becomes infinite here; torch.full would raise.
+    # The cast turns a temperature beyond float32 into infinity; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)
     rows = torch.arange(len(token_ids), device=token_ids.device)
@@ -566,7 +571,7 @@ class _LogProbs(Function):
         temperature: float,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
+        """Return the log-probs. `found`: the log-probs, if the caller has already computed the log-probs."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
@@ -577,16 +582,15 @@ class _LogProbs(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
+        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
-        The probabilities come from the op's own logits. Logits that differ from them by rounding would be far off after
-        the division by a low temperature.
+        The probabilities come from the op's own logits. Division by a low temperature would turn a rounding difference
+        in the logits into a large error.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        # Without rows the gradient is zeros, not None, since the ranks of a trainer reduce gradients of the same
-        # weights.
+        # If there are no rows, the gradient is zeros instead of None, because all ranks must reduce the same gradients.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
@@ -603,8 +607,8 @@ class _LogProbs(Function):
 
 @dataclass(frozen=True)
 class GradientOps:
-    """The ops of `backend` with gradients: the ops of `layer.LayerOps`, with plain tensors as weights, and the ops that
-    a decoder needs outside its layers.
+    """The ops of a decoder, computed by `backend`, with gradients. The methods include the ops of `layer.LayerOps`,
+    with plain tensors as weights.
     """
 
     backend: Backend
@@ -620,7 +624,7 @@ class GradientOps:
     def project_back(
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """`Backend.project_back`. The backward pass is the one of `linear`, for any number of pieces."""
+        """`Backend.project_back`. For any number of pieces, the backward pass is the same as for `linear`."""
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)
@@ -647,8 +651,8 @@ class GradientOps:
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen`: experts to use instead of the best ones, in the same shape, ascending in each row. The gates have
-        gradients; the choice has none.
+        `chosen`: experts that replace the choice by highest logits, int32 [M, top_k], ascending in each row. The gates
+        have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 
@@ -710,7 +714,9 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """Return `log_probs`, and without gradient the entropy and the k most probable tokens of each row."""
+        """Return `log_probs` with gradients, and entropy and the k most probable tokens of each row without
+        gradients.
+        """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)
             found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]

@@ -1,4 +1,4 @@
-"""Trainers' batches, padded or packed, as rows: which tokens they contain, and which experts the tokens go to."""
+"""Convert trainers' batches, padded or packed, to rows of tokens, and read the experts of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .autograd import Packed
 from .specs import DecoderSpec
 
 OWN_CHOICE = -1
-"""Stands in place of an expert's id for a token that goes to the experts the model chooses."""
+"""Placeholder in a token's list of experts: the model chooses the experts of the token itself."""
 
 
 def locate(
@@ -23,11 +23,10 @@ def locate(
     lengths: Sequence[int] | None,
     position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Packed]:
-    """Return the flat indices of the real tokens of a batch, and the sequences they form.
+    """Return the flat indices of the real tokens of a batch, and the sequences that these tokens form.
 
-    A padded batch has `input_ids` [B, T] and `attention_mask`. A packed one has `input_ids` [M] and the `lengths` of
-    its sequences; all of its tokens are real. Raise AlignmentError for shapes that do not fit together, and for a batch
-    without tokens.
+    A padded batch has `input_ids` [B, T] and `attention_mask`. A packed batch has `input_ids` [M], the `lengths` of its
+    sequences, and no padding. Raise AlignmentError for shapes that do not fit together, and for a batch without tokens.
     """
     if lengths is None:
         return unpad(input_ids, attention_mask, position_ids)
@@ -69,7 +68,7 @@ def spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
-    """Raise AlignmentError unless `found` has the `expected` shape, which is that of input_ids."""
+    """Raise AlignmentError unless `found` has the shape `expected`, the shape of input_ids."""
     if found.shape != expected:
         raise AlignmentError(
             f"{name} must have shape {list(expected)} like input_ids (got {list(found.shape)}); pass one entry per "
@@ -83,9 +82,9 @@ def read_routes(
     """Return the experts of the tokens at flat `indices` of a batch: int32 [layers with experts, M, top_k], ascending
     in each row.
 
-    `shape`: the shape of input_ids. No worker is fed the last token of a sequence, so its entries in `routed_experts`
-    are not read and its row is OWN_CHOICE. Raise AlignmentError for a model without experts, and for `routed_experts`
-    that do not fit the model.
+    `shape`: the shape of input_ids. A worker never runs the last token of a sequence, so the token's entries in
+    `routed_experts` are ignored, and the token's row of the result is OWN_CHOICE. Raise AlignmentError for a model
+    without experts, and for `routed_experts` that do not fit the model.
     """
     if not spec.experts:
         raise AlignmentError(
@@ -136,7 +135,8 @@ def _sequences(begins: Tensor) -> Packed:
 def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
         raise AlignmentError(
-            f"input_ids must have shape [B, T] (got {list(input_ids.shape)}); pack with lengths, or add [None]"
+            f"input_ids must have shape [B, T] (got {list(input_ids.shape)}); pass lengths with packed tokens, or a "
+            "padded batch"
         )
     if attention_mask is None:
         return torch.arange(input_ids.numel(), device=input_ids.device)

@@ -1,25 +1,27 @@
-"""The ops of a decoder and the contract they keep. `selection` chooses the backend that computes them.
+"""The ops of a decoder and the contract they keep. `selection` chooses the backend that computes the ops.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
-accumulation. It does not depend on the number of rows in the call, the index of the row, the contents of other rows,
-the chunks a prompt was cut into, the block size of the cache, or the number of threads. Equality means equal bits.
+accumulation. The result does not depend on the number of rows in the call, the index of the row, or the contents of
+other rows. The chunks of a prompt, the block size of the cache and the number of threads do not matter either. Equality
+means equal bits.
 
 - Matrix products accumulate over K in one order for every number of rows.
-- Attention reads keys and values back from the paged cache, as stored. It splits the key axis at absolute multiples of
-  a length that each backend fixes, reduces each split in one order and folds the splits from left to right, in prefill
-  and decode alike. A split that lies wholly behind a query's window does not change the query's result, so it may be
-  skipped.
-- A recurrence processes a sequence's tokens one by one, in one order, in prompts and decodes alike. Its state is
-  float32 and never rounded, so it is the same for any chunks of a prompt.
+- Attention reads keys and values back from the paged cache, as stored. Prefill and decode both split the key axis at
+  absolute multiples of a length that each backend fixes. Each split is reduced in one order, and splits are folded from
+  left to right. A split that lies entirely before a query's window cannot change the query's result, so a backend may
+  skip the split.
+- A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
+  recurrence is float32 and never rounded, so the state is the same for any chunks of a prompt.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
-- The outputs of a row's experts are added by ascending id. Each product has the order it has for any number of rows.
+- The outputs of a row's experts are added by ascending id. The product with an expert's matrix accumulates in the same
+  order for any number of rows.
 - Ties go to the lower vocabulary id, or the lower expert id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
-A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Each backend is exact
-against itself. Results of different backends agree within rounding; those of `merge` agree to the bit. Rows are tokens
-or sequences, and are always the first dimension. An op that joins several steps gives the bits of the separate steps,
-each rounded to the dtype.
+A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
+backend give equal bits. Results of different backends agree within rounding, but `merge` gives the same bits on every
+backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the bits of its steps run
+one by one, each rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from torch import Tensor
 
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
-KV_SPLIT = 128  # for reference and cpu; triton has its own
+KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
 
 LOGITS_ROWS = 256  # ops that join the head to later steps hold the logits of at most this many rows at once
 L2_EPS = 1e-6  # keeps the norm of an all-zero query or key from giving NaN
@@ -46,27 +48,28 @@ CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 """
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of M tokens, each float32 [M, P], for the P pairs of a head that are rotated."""
+"""Cosines and sines of M tokens, each float32 [M, P], for the P rotated pairs of a head."""
 
 Memory: TypeAlias = tuple[Tensor, Tensor]
-"""A layer's memory of all sequences. The mixer decides what it holds.
+"""The memory of one layer for all sequences. The contents of the memory depend on the kind of mixer.
 
 Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. A delta net: the states, float32
-[slots, value_heads, key_head_dim, value_head_dim], and the tails, which are the last inputs of the convolution, oldest
-first, [slots, kernel_size - 1, channels].
+[slots, value_heads, key_head_dim, value_head_dim], and the tails [slots, kernel_size - 1, channels]. A tail holds the
+last inputs of the convolution, oldest first.
 """
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Which queries attend to which cached tokens, for a mixed batch of prompt chunks and decodes.
+    """The queries of a mixed batch of prompt chunks and decodes, and the cached tokens that each query attends to.
 
-    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). They are the last of its `context_lens[i]`
-    tokens, all of which are in the cache. Token t of sequence i lies in block `block_tables[i, t // block_size]`, at
-    offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks], padded with any valid block id.
+    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). These rows are the last tokens of the
+    sequence. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
+    `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks],
+    padded with any valid block id.
 
-    `lens`: context lengths on the device, int64 [num_sequences], which a CUDA graph with this call reads at each
-    replay. If given, each sequence has one query, and `context_lens` are upper bounds.
+    `lens`: context lengths on the device, int64 [num_sequences]. A CUDA graph with this call reads `lens` at each
+    replay. With `lens`, each sequence has one query, and `context_lens` are only upper bounds.
     """
 
     query_starts: Sequence[int]
@@ -77,15 +80,16 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Which states a step's sequences read and write, for a mixed batch as in `AttentionBatch`.
+    """The states that the sequences of a step read and write, for a mixed batch as in `AttentionBatch`.
 
-    Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads`: the slot of the state it
-    continues from, or NO_SLOT to start from zeros. `writes`: the slot that receives the state after its rows. Both are
-    int64 [num_sequences], on the device of the memory.
+    Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot of the state
+    before the rows of sequence i, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
+    these rows. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
 
-    A sequence that continues in place reads and writes the same slot. To restore a checkpoint or to fork, it reads one
-    slot and writes another. The slot it reads stays unchanged, so any number of sequences may read it. No two sequences
-    may write the same slot in a call, and no sequence may read a slot that another one writes. None of this is checked.
+    A sequence that continues in place reads and writes the same slot. A sequence that restores a checkpoint or forks
+    reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may read
+    the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot that
+    another sequence writes. Backends do not check these rules.
     """
 
     query_starts: Sequence[int]
@@ -94,18 +98,18 @@ class StateBatch:
 
     @cached_property
     def starts(self) -> Tensor:
-        """`query_starts` as int64, made once for all layers."""
+        """`query_starts` as an int64 tensor, created once for all layers."""
         # `torch.tensor` is slower; `torch.frombuffer` refuses an empty buffer.
         starts = self.query_starts
         return torch.frombuffer(array("q", starts), dtype=torch.int64) if starts else torch.empty(0, dtype=torch.int64)
 
 
 class Pages(NamedTuple):
-    """Where a layer stores and finds the keys and values of a step's M tokens.
+    """The places of keys and values in the cache, for a step of M tokens.
 
-    `slots`: where the M tokens are stored, int64 [M], block * block_size + offset. `batch`: where all tokens that they
-    attend to are found. Layers with the same window share blocks, and so share pages. A block table's entries behind
-    the windows of all queries of a sequence are never read.
+    `slots`: int64 [M], the place of each token's key and value: block * block_size + offset. `batch`: the location of
+    all tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block
+    table's entries before the windows of all queries of a sequence are never read.
     """
 
     slots: Tensor
@@ -117,8 +121,8 @@ class AttentionWeights:
     """The weights of an attention.
 
     `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: of q, k
-    and v, or None. `qk_norms`: of q and k, or None; each is [D], or [heads * D] and [kv_heads * D] if all heads are
-    normed at once. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
+    and v, or None. `qk_norms`: the norms of q and k, or None. The norms are [D], or [heads * D] and [kv_heads * D] if
+    one norm covers all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
     """
 
     q: Weight
@@ -135,10 +139,10 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a, with `channels`, `value_size`, value_heads and value_heads rows of
-    length H; if joined, the matrices of (q, k, v, z) and (b, a). `convolution`: [channels, 1, kernel_size], the weight
-    of the oldest token first. `decay` (the logarithm of the decay rate) and `bias`: [value_heads]. `norm`:
-    [value_head_dim]. `o`: [H, value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. These matrices have `channels`, `value_size`, value_heads and
+    value_heads rows of length H. If joined, `inputs` holds the matrices of (q, k, v, z) and (b, a). `convolution`:
+    [channels, 1, kernel_size], the weight of the oldest token first. `decay` (the logarithm of the decay rate) and
+    `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -162,10 +166,10 @@ class MlpWeights:
 class ExpertsWeights:
     """The weights of E experts of intermediate size I.
 
-    `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then those of up.
-    `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] have the same order.
-    All biases are None without `ExpertsSpec.bias`. `shared`: the weights of the shared expert, or None. `shared_score`:
-    [1, H] or None.
+    `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then the rows of
+    up. `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] have the same
+    order. All biases are None without `ExpertsSpec.bias`. `shared`: the weights of the shared expert, or None.
+    `shared_score`: [1, H] or None.
     """
 
     router: Weight
@@ -200,17 +204,19 @@ class Layer:
 
 SAMPLE, GREEDY = -1, -2
 LOWEST_TEMPERATURE = 1e-30
-"""Worker and trainer raise a lower temperature to this one. The distribution is the same; quotients stay in float32."""
+"""Worker and trainer replace lower temperatures with this value, so that logit / temperature does not overflow float32.
+The distribution stays the same.
+"""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """M requests to `next_tokens`.
 
-    `rows`: int64, the hidden state that each request reads; several may read the same one. `targets`: int64, SAMPLE,
-    GREEDY, or the id of the token to score. `temperatures`: float32, divide the logits; 1 for greedy rows. `raw`: bool,
-    the log-prob is computed from the logits as they are, without the temperature. `seeds` (the bits of an unsigned
-    64-bit number) and `positions`: int64, read for SAMPLE rows only.
+    `rows`: int64, the index of the hidden state that each request reads; several requests may read the same hidden
+    state. `targets`: int64, SAMPLE, GREEDY, or the id of the token to score. `temperatures`: float32, divide the
+    logits; 1 for greedy rows. `raw`: bool, compute the log-prob from the logits without the temperature. `seeds` (the
+    bits of an unsigned 64-bit number) and `positions`: int64, read for SAMPLE rows only.
     """
 
     rows: Tensor
@@ -222,12 +228,12 @@ class Wanted:
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of M tokens and of the distributions they come from.
+    """Statistics of M tokens and of the distributions that the tokens come from.
 
-    `logprobs`: float32 [M], of the tokens. `entropy`: float32 [M], of the distributions, in nats. `top_token_ids` int64
-    [M, k] and `top_logprobs` float32 [M, k]: the most probable tokens, highest logit first, the lower id first among
-    equal logits. If fewer than k tokens have a nonzero probability, the others follow with log-prob -inf, lowest ids
-    first.
+    `logprobs`: float32 [M], of the tokens. `entropy`: float32 [M], the entropies of the distributions in nats.
+    `top_token_ids` int64 [M, k] and `top_logprobs` float32 [M, k]: the most probable tokens, highest logit first, the
+    lower id first among equal logits. If fewer than k tokens have a nonzero probability, tokens with log-prob -inf fill
+    up the list, lowest ids first.
     """
 
     logprobs: Tensor
@@ -249,7 +255,9 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor of the same shape, converted to the weight's dtype, or a weight of the same layout."""
+        """Store a tensor or a weight of the same shape. A tensor is converted to the weight's dtype; a weight must have
+        the same layout.
+        """
         ...
 
     def put_(self, index: Tensor, source: Tensor, /) -> object:
@@ -259,9 +267,9 @@ class Weight(Protocol):
         ...
 
     def narrow(self, dim: int, start: int, length: int, /) -> Self:
-        """Return rows [start, start + length) as a weight that shares this one's memory. `dim` is 0.
+        """Return rows [start, start + length) as a weight that shares memory with this weight. `dim` is 0.
 
-        `start` is a multiple of 16. `length` is one too, unless the rows reach the end.
+        `start` is a multiple of 16. `length` is a multiple of 16 too, unless the rows reach the end of the weight.
         """
         ...
 
@@ -274,7 +282,7 @@ class Backend(Protocol):
     """The functions of a backend. M: rows, H: hidden size, V: vocabulary size, D: head size.
 
     The floating-point tensors, weights and caches of a call share one dtype and device unless stated otherwise. Ids,
-    slots and blocks must exist, and the block size is even. None of this is checked.
+    slots and blocks must exist, and the block size must be even. Backends do not check these rules.
     """
 
     def instruction_set(self) -> str:
@@ -284,25 +292,25 @@ class Backend(Protocol):
     def prepare(self, compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
         """Compile everything that `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`.
 
-        Later calls then compile nothing. A backend that compiles nothing does nothing here. `compute` runs this backend
-        on tensors without memory (device meta), and may be called for any of these numbers of rows. Raise ConfigError
-        if the compiler's files, or the files that it writes, cannot be used.
+        Later calls then compile nothing. For a backend that never compiles, `prepare` is a no-op. `compute` runs this
+        backend on tensors without memory (device meta), and must accept any number of rows in this range. Raise
+        ConfigError if the compiler's own files or its output files cannot be used.
         """
         ...
 
     def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
         """Return an uninitialized matrix for the products below, in memory from `empty(*shape)`.
 
-        `empty` returns uninitialized tensors of one dtype on one device. Each begins at a multiple of 64 bytes.
+        `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
         """
         ...
 
     def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Return the same layers in the form that `layers` reads, made once for many calls.
+        """Convert layers to the form that `layers` reads. Many calls of `layers` share one conversion.
 
-        The layers' tensors are contiguous and must stay the same objects. Their contents may change, and between calls
-        the addresses of their memory may change too. Raise ValueError for a tensor that is not contiguous, if the
-        backend requires it.
+        The layers' tensors are contiguous and must stay the same objects. The contents of these tensors may change, and
+        their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
+        requires it.
         """
         ...
 
@@ -310,9 +318,9 @@ class Backend(Protocol):
         """Return weight [N, K] + scale * (b [N, R] times a [R, K]), as [N, K] in weight's dtype. All are plain tensors.
 
         The computation is in float32. For each element, the products are rounded and added to 0 one by one, ascending
-        along R. Their sum is multiplied by `scale`, rounded to float32, and added to the weight; the result is rounded
-        once. Each of these steps rounds exactly, so the bits are the same on every backend, instruction set and device.
-        May run concurrently with other ops.
+        along R. The sum of the products is multiplied by `scale`, rounded to float32, and added to the weight. The
+        result is rounded once. Each step is correctly rounded, so the bits are the same on every backend, instruction
+        set and device. May run concurrently with other ops.
         """
         ...
 
@@ -330,8 +338,9 @@ class Backend(Protocol):
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         """Divide x [M, H] by its root mean square and multiply by weight [H]: [M, H] in x's dtype.
 
-        The quotient is computed in float32 and rounded to x's dtype before the multiplication. If zero-centered, it is
-        not rounded; it is multiplied by 1 + weight in float32 and rounded once. The weight may be float32.
+        The quotient is computed in float32 and rounded to x's dtype before the multiplication. With a zero-centered
+        norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded. The weight may be
+        float32.
         """
         ...
 
@@ -344,14 +353,14 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return linear(x, weight, bias), plus residual [M, N] added after rounding: [M, N].
 
-        This product leads from heads (o), or from the inner features of an MLP (down), back to hidden states. Tensor
-        parallelism cuts it along K.
+        The weight is `o` of an attention or a delta net, or `down` of an MLP. Tensor parallelism splits this product
+        along K.
 
-        `pieces` is a power of two. With several pieces, piece i is the float32 product of columns [i L, (i + 1) L)
-        only, where L is K / pieces rounded up. The pieces are added in float32 as a balanced binary tree: four pieces
-        as (0 + 1) + (2 + 3). The bias is added to their sum in float32, and the result is rounded once. So a process
-        may compute any subtree without changing a bit. Raise ConfigError for a number of pieces that the backend does
-        not compute.
+        `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
+        over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
+        + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is rounded once. A process can
+        therefore compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the
+        backend does not compute.
         """
         ...
 
@@ -370,10 +379,11 @@ class Backend(Protocol):
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (experts, gates) for a router's logits [M, E]: int32 and float32 [M, top_k].
 
-        A row's experts are those with the highest logits, the lower id first among equal logits, or the `chosen` ones
-        (int32 [M, top_k], ascending). They are listed by ascending id. A gate is e^(logit - peak) over a sum of such
-        terms, in float32. If `spec.normed`, the sum is over the row's experts, added by ascending id; otherwise it is
-        over all experts. A row with NaN has gates of NaN and different, meaningless ids below E.
+        A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
+        (int32 [M, top_k], ascending) is given, the experts are those in `chosen`. Returned experts are in ascending
+        order in each row. A gate is e^(logit - peak), divided by a sum of these exponentials, in float32. If
+        `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers all experts. A
+        row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -389,14 +399,14 @@ class Backend(Protocol):
         """Apply each row's experts, as `route` returns them, to x [M, H]: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32, where the bias is added and the sum is multiplied by the gate. A row's experts
-        are added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Reads no weight of the
-        router or the shared expert.
+        row with `down` stays in float32. Adding the bias and multiplying by the gate are float32 operations too. A
+        row's experts are added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Does not
+        read the weights of the router and of the shared expert.
         """
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
-        """Return (cosines, sines) of the angles, times scale. Both are float32 [M, P].
+        """Return (cosines, sines) of the angles, each multiplied by `scale`: float32 [M, P].
 
         The float32 angles are positions (int64 [M]) times inv_freq (float32 [P]).
         """
@@ -405,7 +415,7 @@ class Backend(Protocol):
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate x [M, heads, D] in float32, in pairs (i, i + P) as in Hugging Face models: [M, heads, D].
 
-        If cosines and sines have P < D / 2 pairs, the rest of each head stays unchanged.
+        With P < D / 2 pairs, the elements of each head from 2 P on stay unchanged.
         """
         ...
 
@@ -429,7 +439,7 @@ class Backend(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Store k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
 
-        A cache is [blocks, block_size, kv_heads, D]. How a block holds its values is up to the backend.
+        A cache is [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend.
         """
         ...
 
@@ -446,9 +456,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
-        A query at position p sees the tokens (p - window, p], or all up to p without a window. With a cap, a score s =
-        scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head the score of an additional
-        key that every query sees and that has a value of zero. It is folded in after the last split.
+        A query at position p sees the tokens (p - window, p], or all tokens up to p without a window. With a cap, a
+        score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an
+        additional key that every query sees. The additional key has a value of zero and is folded in after the last
+        split.
         """
         ...
 
@@ -456,8 +467,9 @@ class Backend(Protocol):
         """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
 
         Before SiLU, row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j. The sum is in
-        float32, from the oldest row on, and is rounded once, after SiLU. The rows before a sequence's first row are its
-        tail. `tails`: [slots, K - 1, C]; receives the sequence's last K - 1 rows, counting those of its old tail.
+        float32, starts with the oldest row, and is rounded once, after SiLU. The rows before a sequence's first row are
+        its tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail followed by the
+        sequence's rows.
         """
         ...
 
@@ -474,8 +486,8 @@ class Backend(Protocol):
         """Run the recurrence of a gated delta net over each sequence's tokens, one by one: [M, value_heads, V].
 
         `qkv`: [M, channels], q and k [key_heads, K] and v [value_heads, V] side by side. `b` and `a`: [M, value_heads],
-        the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. The key head of a value head is head *
-        key_heads // value_heads. Each token and value head computes in float32:
+        the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h reads key head h * key_heads
+        // value_heads. Each token and value head computes in float32:
 
             q = q / (sqrt(q . q + L2_EPS) * sqrt(K)),  k = k / sqrt(k . k + L2_EPS)
             S = S * e^(-e^decay * softplus(a + bias))
@@ -494,13 +506,13 @@ class Backend(Protocol):
         states: StateBatch | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [M, H] after a run of layers, from x [M, H], which stays unchanged.
+        """Run layers on x [M, H] and return the hidden states [M, H]. x stays unchanged.
 
-        `layers`: from `new_layers`. Each layer computes as `layer.run_layers` defines, with its own memory and pages;
-        without layers the result is x itself. `states` and the batches of all pages describe the same sequences.
-        `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k], receives the
-        experts of each row, unless it is None. Raise ValueError unless `memories` and `pages` have one entry for each
-        layer.
+        `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
+        pages. Without layers, the result is x itself. `states` and the batches of all pages describe the same
+        sequences. `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k],
+        receives the experts of each row; None if not wanted. Raise ValueError unless `memories` and `pages` have one
+        entry for each layer.
         """
         ...
 
@@ -508,15 +520,15 @@ class Backend(Protocol):
         """Return (token ids int64, log-probs float32, validity bool), each [M].
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
-        `weight`: [V, H]. The results are those of `lm_head`, division, `sample` or the lowest id of the highest logit,
-        and `log_probs`, one after the other.
+        `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
+        The choice is `sample`; for greedy rows, it is the highest logit with the lowest id.
         """
         ...
 
     def next_token_statistics(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
-        """`next_tokens`, with `token_statistics` of the same logits in place of the log-probs."""
+        """Return `next_tokens`, with `token_statistics` of the same logits instead of log-probs."""
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
@@ -531,16 +543,16 @@ class Backend(Protocol):
         """Return `log_probs` of float32 logits [M, V] at `token_ids` (int64 [M]), entropy, and the k best tokens of
         each row.
 
-        `k`: from 0 to V. The log-prob listed for a token has the bits that `log_probs` gives for it. A row with NaN, or
-        without a finite peak, has log-probs and entropy of NaN, and meaningless ids.
+        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. A row with NaN, or without a
+        finite peak, has NaN as log-probs and entropy, and arbitrary ids.
         """
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         """Return float32 logits [M, V] with the tokens that a row's filters drop set to -inf.
 
-        `top_k`: int64 [M], -1 if off. `top_p` and `min_p`: float32 [M]. The filters apply in that order. The best token
-        always stays, and a row with NaN is returned unchanged.
+        `top_k`: int64 [M], -1 if off. `top_p` and `min_p`: float32 [M]. The filters apply in the order top_k, top_p,
+        min_p. No filter drops the token with the highest logit. A row with NaN is returned unchanged.
         """
         ...
 
@@ -548,7 +560,7 @@ class Backend(Protocol):
         """Draw one token id (int64 [M]) for each row of float32 logits [M, V] from their softmax.
 
         Gumbel-max: the token with the highest logit + noise. The noise is a function of the row's seed (int64 [M], the
-        bits of an unsigned 64-bit number), its position (int64 [M]) and the vocabulary id. Raises no error: -inf is
-        never drawn unless the whole row is -inf, and a row with NaN gives an arbitrary id.
+        bits of an unsigned 64-bit number), its position (int64 [M]) and the vocabulary id. Raises no error. A token
+        with logit -inf is drawn only if the whole row is -inf. A row with NaN gives an arbitrary id.
         """
         ...

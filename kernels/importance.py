@@ -1,28 +1,29 @@
-"""Importance ratios other than 1: weights for a loss, and how far trainer and rollout differ.
+"""Importance weights for a loss, and measures of how far trainer and rollout differ.
 
-The ratio of a token is r = p / q. `log_probs` is log p, of the policy in training. `sampled` is log q, of the policy
-that drew the token: older weights, or the same weights with different arithmetic. For tokens of its own weights an
-aligned trainer has r = 1 exactly, and then every weight here is exactly 1.
+The ratio of a token is r = p / q. `log_probs` is log p under the policy in training. `sampled` is log q under the
+policy that drew the token. That policy has older weights, or the same weights with different arithmetic. For tokens
+sampled with its current weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is
+exactly 1.
 
-All functions take the same tensors. `log_probs` and `sampled`, of any float dtype, are either padded [B, T], one
-sequence per row, or packed [M], with the `lengths` of the sequences (0 or more) unless `level` is `token`. `mask`
-(bool, in their shape): the tokens that count; None for all. Values outside the mask, NaN included, are not read. Ratios
-and sums are float64. A sequence's ratios and sums depend only on its own tokens: neither padding nor packing changes a
-bit.
+All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
+either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
+more each), unless `level` is `token`. `mask` (bool, in the shape of `log_probs`): the tokens to use; None for all
+tokens. Values outside the mask, NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums
+depend only on its own tokens. Padding and packing do not change the bits of ratios and sums.
 
 `level` says which ratio a token gets:
 
-- `token`: its own ratio. Biased, since the ratios of earlier tokens are ignored.
-- `sequence`: the product of the ratios in its sequence. Unbiased as long as nothing is truncated or masked. The
-  variance grows with the length.
-- `geometric`: the geometric mean of the ratios in its sequence, which is the ratio of GSPO (Zheng et al. 2025, "Group
-  Sequence Policy Optimization", arXiv 2507.18071). It is comparable across short and long sequences. Biased.
+- `token`: the token's own ratio. The weight is biased, since the ratios of earlier tokens are ignored.
+- `sequence`: the product of the ratios in the token's sequence. The weight is unbiased if no ratio is truncated or
+  masked. The variance grows with the length of the sequence.
+- `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence
+  Policy Optimization", arXiv 2507.18071). The ratio is comparable across short and long sequences, but biased.
 
 No gradient flows through any returned value: a weight is a constant of the loss. The gradient of the loss comes from
 the `log_probs` that the weight multiplies.
 
-All functions raise AlignmentError for shapes, lengths or bounds that do not fit, for a mask without a token, and for
-log-probs in the mask that are not finite.
+All functions raise AlignmentError for invalid bounds, for shapes or lengths that do not fit together, for a mask that
+selects no token, and for log-probs in the mask that are not finite.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Diagnostics(NamedTuple):
-    """How far trainer and rollout differ on given tokens. All values are 0.0, and `largest_ratio` is 1.0, where they
-    agree.
+    """Measures of how far trainer and rollout differ on given tokens. If trainer and rollout agree, `largest_ratio` is
+    1.0 and all other values are 0.0.
 
     `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
-    "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased, and has either sign. `k2`
-    = (log r)^2 / 2 is biased, and varies less. `k3` = (r - 1) - log r is unbiased and never negative, but one large
-    ratio dominates it. `perplexity_gap`: the trainer's perplexity of the tokens minus the rollout's. `clipped_share`:
-    the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest ratio. Above e^709, where float64
-    ends, both it and `k3` are inf.
+    "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
+    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but one
+    large ratio dominates it. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of the tokens.
+    `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest ratio. If a ratio
+    exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
     """
 
     k1: float
@@ -85,8 +86,8 @@ def truncated_weights(
     """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
 
     This is truncated importance sampling, which trades variance for bias (Ionides 2008, "Truncated Importance
-    Sampling"), here between the policies of rollout and trainer (TIS: Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
+    Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
     """
     _check_bound("cap", cap, 1.0, _LARGEST)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -106,12 +107,12 @@ def masked_weights(
 ) -> Tensor:
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
-    `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling: tokens that one of the policies hardly
-    ever draws are left out, instead of being trained on with less weight (MIS: Liu, Li et al. 2025, "When Speed Kills
-    Stability: Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse; for tokens,
-    with both bounds: IcePop, Ling Team 2025, "Every Step Evolves", arXiv 2510.18855). With `low` above 0,
-    `masked_weights(...) > 0` is the mask without the weights. A loss that divides by the number of tokens must decide
-    whether left-out tokens count.
+    `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
+    of the policies are dropped instead of trained on with a smaller weight. The method is known as MIS (Liu, Li et al.
+    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
+    Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
+    loss that divides by the number of tokens must decide whether to count dropped tokens.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -131,8 +132,8 @@ def diagnose(
 ) -> Diagnostics:
     """Return the values to log at each step.
 
-    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds of the weights; for
-    truncated weights, `high` is their `cap`.
+    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses; for
+    truncated weights, pass their `cap` as `high`.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -157,7 +158,7 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, from the tokens' own log ratios `own` [N], by sequence."""
+    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], by sequence."""
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):

@@ -1,7 +1,7 @@
-"""The arithmetic of a layer, written once over the ops.
+"""The arithmetic of a layer, defined once in terms of the ops.
 
-A worker runs it on a backend with its memory (`run_layers`), a trainer on ops with gradients (`training`). A backend
-that fuses steps, or runs of layers, gives the same bits as this definition.
+A worker runs a layer on a backend, with the layer's memory (`run_layers`). A trainer runs a layer on ops with gradients
+(`training`). A backend that fuses steps, or runs of layers, gives the same bits as this definition.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .specs import (
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape, held=...): return the weight of that name, a `Weight` for two dimensions and a tensor otherwise,
-held as the `WeightSpec` says. With `layout`, a `StackLayout`: return the matrices of a layer's experts, of shape [E,
-rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
+"""get(name, *shape, held=...): return the weight `name`: a `Weight` for two dimensions, else a tensor. `held`, a
+`WeightSpec`, gives the dtype and part of the weight. With `layout`, a `StackLayout`: return the matrices of a layer's
+experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
 """
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
@@ -58,7 +58,9 @@ Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
 
 
 class LayerOps(Protocol):
-    """The ops of a layer: either those of `Backend`, on `Weight` matrices, or ops with gradients, on plain tensors."""
+    """The ops of a layer: either the ops of `Backend`, on `Weight` matrices, or ops with gradients, on plain
+    tensors.
+    """
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 
@@ -90,7 +92,9 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with weights from `get`, which is always called in the same order."""
+    """Return a layer with weights from `get`. Each call of `make_layer` requests the weights from `get` in the same
+    order.
+    """
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
@@ -163,7 +167,9 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` of `Backend.project_back` is 1. For backends that support no other number."""
+    """Raise ConfigError unless `pieces` is 1. Used by backends without support for several pieces in
+    `Backend.project_back`.
+    """
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
 
@@ -177,7 +183,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
     """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
     `spec.inv_freq`.
 
-    If all axes have equal positions, the bits are those of [M] positions.
+    If all axes have equal positions, the result has the same bits as for [M] positions.
     """
     if positions.ndim == 1:
         return ops.rotation(positions, inv_freq, spec.scale)
@@ -233,7 +239,9 @@ def _added(
     after: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x plus the product of `inner` with `weight`. The product is normed first if there is a norm `after` it."""
+    """Return x plus the product of `inner` with `weight`. If the norm `after` is given, the product is normed before
+    the sum.
+    """
     if after is None:
         return ops.project_back(inner, weight, x, bias, layer.pieces)
     return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, layer.pieces), after, layer.spec.norm)
@@ -260,9 +268,9 @@ def project(
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the heads' attention outputs, multiplied by the output gate if there is one: [M, heads * D].
+    """Return the heads' attention outputs, multiplied by the output gate, if any: [M, heads * D].
 
-    `q`: queries from `project`. `attend`: computes the attention of queries [M, heads, D], in that shape.
+    `q`: queries from `project`. `attend`: returns the attention of queries [M, heads, D], in the same shape.
     """
     if not spec.output_gate:
         return attend(q).flatten(1)

@@ -1,4 +1,4 @@
-"""transformers models as trainers hold them: which family they belong to, and what they compute."""
+"""Recognize plain transformers models, and return their spec."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .wrappers import plain_class
 
 
 def is_decoder(model: Any) -> bool:
-    """Return whether the model belongs to a family and is a decoder only."""
+    """Return whether the model is a decoder-only model of a supported family."""
     return _is_of_family(model) and hasattr(getattr(model, "model", None), "embed_tokens")
 
 
 def is_aligned(module: Any) -> bool:
     """Return whether `training.align` replaced this module's forward pass."""
-    return "_aligned" in vars(module)  # hasattr would also ask a module inside a wrapper
+    return "_aligned" in vars(module)  # hasattr would also look in the module inside a wrapper
 
 
 def describe_plain(model: Any) -> DecoderSpec:
-    """Return the spec of an unaligned model of a family. Raise AlignmentError for any other model."""
+    """Return the spec of an unaligned model of a supported family. Raise AlignmentError for any other model."""
     if not _is_of_family(model):
         names = ", ".join(sorted(families()))
         raise AlignmentError(

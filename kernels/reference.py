@@ -1,11 +1,11 @@
 """Every op in plain torch, on any device: the definition that other backends are tested against.
 
-How it keeps the contract: torch chooses its matrix kernels by shape, so no product here has a shape that depends on the
-number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums
-into pieces of `DEPTH_TILE`. Attention multiplies matrices of a single fixed shape, many at a time. A recurrence
-processes one token of every sequence at a time and adds elementwise, in halves (`_sum`). Elementwise functions are
-limited to those with equal bits in torch's vector code and scalar tail: exp, log, log1p, cos, sin and exactly rounded
-arithmetic, but not silu or sigmoid.
+Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
+of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums into
+pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of every
+sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions with
+equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded arithmetic,
+but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """Return torch's vector instructions on this CPU, and any reduced precisions it may use for float32 products."""
+    """Return torch's vector instructions on this CPU, and any reduced precisions that torch may use for float32
+    products.
+    """
     places = [torch.backends.mkldnn, *([torch.backends.cuda] if torch.cuda.is_available() else [])]
     precisions = {place.matmul.fp32_precision for place in places} - {"none", "ieee"}
     return ", ".join([f"torch {torch.backends.cpu.get_cpu_capability()}", *sorted(precisions)])
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    """Do nothing: no kernels are compiled here."""
+    """Do nothing, since this backend compiles no kernels."""
 
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
@@ -105,8 +107,8 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
 def _whole_columns(x: Tensor) -> Tensor:
     """Pad x [M, K] with zeros to a multiple of COLUMN_UNIT columns.
 
-    On AMX, torch's half-precision products read past the end of a row and multiply by zero. A NaN in the next row would
-    then spread to this one.
+    On AMX, torch's half-precision products read past the end of a row and multiply the excess elements by zero. Without
+    the padding, a NaN in the next row would spread to the current row.
     """
     padding = 0 if x.dtype == torch.float32 else -x.shape[1] % COLUMN_UNIT
     return F.pad(x, (0, padding)) if padding else x
@@ -126,8 +128,8 @@ def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | No
 def _multiply(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return tile @ weight.T + bias.
 
-    MKL splits long float32 sums among its threads, so their bits depend on the number of threads. Such sums are cut
-    into pieces that MKL does not split.
+    MKL splits long float32 sums among its threads, so the bits depend on the number of threads. Long sums are therefore
+    cut into pieces that MKL does not split.
     """
     if tile.dtype != torch.float32:
         return F.linear(tile, weight, bias)
@@ -298,8 +300,8 @@ def paged_attention(
 class _EqualQueries:
     """Attention for sequences with the same number of queries, longest context first.
 
-    All products are a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D].
-    The rows of a tile are (query, head) pairs of a group of heads that shares one key-value head.
+    Products have two shapes: a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values
+    [KV_SPLIT, D]. The rows of a tile are (query, head) pairs. All heads of a tile share one key-value head.
     """
 
     num_queries: int
@@ -381,8 +383,8 @@ class _EqualQueries:
     def _gather(self, start: int, units: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
 
-        Positions past the end of a context repeat its last token, so that values which another sequence left in a block
-        are never read.
+        Positions past the end of a context repeat the last token of the context. Stale values of another sequence in
+        the same block are therefore never read.
         """
         _, block_size, kv_heads, _ = self.k_cache.shape
         tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)
@@ -393,7 +395,9 @@ class _EqualQueries:
 
 
 def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
-    """Return soft_cap * tanh(scores / soft_cap), computed with exponentials; the scores themselves without a cap."""
+    """Return soft_cap * tanh(scores / soft_cap), computed with exponentials. Without a cap, return the scores
+    unchanged.
+    """
     if soft_cap is None:
         return scores
     decay = torch.exp(scores.abs() * (-2.0 / soft_cap))
@@ -401,12 +405,12 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [0, blocks * block_size * kv_heads) of a cache by index: float32 [*rows.shape, D]."""
+    """Gather the given `rows` of a cache, numbered by block, offset and key-value head: float32 [*rows.shape, D]."""
     return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fold the split `right` into the partial softmax `left`. Rows that see nothing of the split keep their bits."""
+    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split keep their bits."""
     (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
     seen = right_peak != -torch.inf
     peak = torch.maximum(left_peak, right_peak)
@@ -417,7 +421,9 @@ def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value reaches only rows that see it."""
+    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value affects only the rows that see
+    that value.
+    """
     broken = ~values.isfinite()
     if not broken.any():
         return _multiply_alike(weights, values)
@@ -441,7 +447,7 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
     kept, starts = tails.shape[1], batch.starts.to(x.device)
     sequence = torch.arange(len(batch.reads), device=x.device)
-    # The rows of each sequence follow its tail.
+    # Each sequence's rows come after the sequence's tail.
     first_tails = (starts[:-1] + kept * sequence)[:, None] + torch.arange(kept, device=x.device)
     places = torch.arange(len(x), device=x.device) + kept * sequence.repeat_interleave(starts.diff())
     rows = x.new_empty(len(x) + first_tails.numel(), x.shape[1])
@@ -486,8 +492,8 @@ def delta_rule(
 
 
 def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 queries and keys [M, value_heads, K, 1], of norm 1 / sqrt(K) and 1, and values [M, value_heads,
-    V].
+    """Return float32 queries with norm 1 / sqrt(K), keys with norm 1, and values. Queries and keys are [M, value_heads,
+    K, 1], values are [M, value_heads, V].
     """
     q, k, v = qkv.float().split([spec.key_size, spec.key_size, spec.value_size], 1)
     q, k = (part.unflatten(1, (spec.num_key_heads, -1, 1)) for part in (q, k))
@@ -505,7 +511,7 @@ def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tens
 
 
 def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
-    """Return the sequences in descending order of their number of rows, and these numbers."""
+    """Return the sequences sorted by descending number of rows, and their numbers of rows."""
     counts = [end - start for start, end in pairwise(batch.query_starts)]
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
     return order, [counts[i] for i in order]
@@ -597,8 +603,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise, float32 [M, vocab_size].
 
-    The noise is -log(E), with E = -log1p(-u) exponential. A small u, which decides the winner, keeps its full float32
-    resolution.
+    The noise is -log(E), with E = -log1p(-u) exponential. Small values of u, which give the largest noise, keep full
+    float32 resolution.
     """
     uniform = (philox(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
@@ -610,8 +616,8 @@ _MASK = 0xFFFFFFFF
 def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
-    The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half, 0). Id takes
-    word id % 4.
+    The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half of the position,
+    0). Vocabulary id `id` gets output word id % 4.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

@@ -1,4 +1,4 @@
-"""Select the backend for a model on a device. Each backend decides which models it cannot serve, and why."""
+"""Select the backend for a model on a device. Each backend states the models that it cannot serve, and the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ("cpu", "triton", "reference")
 class SelectedBackend:
     """The backend for a model.
 
-    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can hold the backend's
+    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can capture the backend's
     calls.
     """
 
@@ -32,10 +32,10 @@ class SelectedBackend:
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None = None
 ) -> SelectedBackend:
-    """Return the backend called `name`. For `auto`, return the best one for the device and the decoder.
+    """Return the backend called `name`. For `auto`, return the best backend for the device and the decoder.
 
-    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if there is no such backend, if it cannot serve
-    the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
+    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if no backend has this name, if the backend cannot
+    serve the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"backend must be one of auto, {', '.join(BACKENDS)} (got {name!r})")
@@ -52,7 +52,7 @@ def select_backend(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why the backend cannot serve such a decoder, or an empty string."""
+    """Return the reason that the backend cannot serve this decoder, or an empty string."""
     from . import cpu, triton
 
     return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)

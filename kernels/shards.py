@@ -1,7 +1,7 @@
 """A weight that holds a part of a checkpoint's tensor.
 
-`Shard` accepts whole tensors, or single elements of them, in the checkpoint's layout. It keeps only what belongs to its
-part.
+`Shard` accepts whole tensors, or single elements of a tensor, in the checkpoint's layout. `Shard` stores only the
+elements of its own part.
 """
 
 from __future__ import annotations

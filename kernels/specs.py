@@ -1,7 +1,7 @@
 """The description of a decoder in plain numbers, which worker and trainer both read.
 
-A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines what a layer of a spec computes, and
-`contract` defines the ops it uses. Each backend says which specs it serves.
+A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines the computation of a layer, and
+`contract` defines the ops of a layer. Each backend states the specs that it supports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A root mean square norm (Zhang and Sennrich 2019). `zero_centered`: it multiplies by 1 + weight."""
+    """A root mean square norm (Zhang and Sennrich 2019). `zero_centered`: multiply by 1 + weight."""
 
     eps: float
     zero_centered: bool = False
@@ -29,8 +29,8 @@ class RotationSpec:
     """A rotary embedding (Su et al. 2021).
 
     `inv_freq`: the float32 frequencies of a head's rotated pairs. `scale`: multiplies cosines and sines. `axes`: for
-    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis that rotates each
-    pair; () if the first axis rotates all pairs.
+    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis of each pair. () if
+    all pairs use the first axis.
     """
 
     inv_freq: tuple[float, ...]
@@ -43,12 +43,13 @@ class AttentionSpec:
     """Causal attention with grouped heads.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
-    tokens a query sees, itself included; None for all tokens up to it. `soft_cap`: a score s becomes soft_cap * tanh(s
-    / soft_cap). `qk_norm`: the norm of q and k before rotation, of each head or, with `qk_norm_over_heads`, of all
-    heads at once. `output_gate`: a head's output is multiplied by the sigmoid of a gate. The product with q's weights
-    gives the gate after each head's query. `rotated`: how many of a head's elements are rotated, from the first on;
-    None for all. `sinks`: each head has an additional score, a weight, that takes a share of the softmax and has no
-    value (Xiao et al. 2023). `o_bias`: the product back to hidden states has a bias.
+    tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
+    s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
+    separately, or all heads at once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the
+    sigmoid of a gate. In the product with q's weights, each head's query is followed by its gate. `rotated`: the number
+    of leading elements of a head that are rotated; None for all. `sinks`: each head has an extra score, a learned
+    weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden
+    states has a bias.
     """
 
     num_heads: int
@@ -71,10 +72,10 @@ class AttentionSpec:
 class DeltaNetSpec:
     """A gated delta net (Yang et al. 2024) after a short causal convolution: a mixer with a state as its memory.
 
-    Each value head has a state [key_head_dim, value_head_dim]. Consecutive value heads share a key head, the same
-    number for each. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current
-    one. `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from
-    one matrix, and the gates of the recurrence from a second one, with rows ordered by key head. Otherwise there are
+    Each value head has a state [key_head_dim, value_head_dim]. Each key head serves the same number of consecutive
+    value heads. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current one.
+    `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from one
+    matrix, and the gates of the recurrence from a second matrix, with rows ordered by key head. Otherwise there are
     four matrices: one for q, k and v, and one for each gate.
     """
 
@@ -122,13 +123,14 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts`; their outputs are
-    multiplied by gates and added.
+    """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
+    outputs are multiplied by gates and added.
 
     `normed`: the gates are the softmax over the router's scores of the chosen experts only, instead of all experts.
-    `shared_size`: the intermediate size of a shared expert, which all tokens pass through and which is multiplied by
-    the sigmoid of its own score; 0 if there is none. `bias`: the router and the experts have biases. `transposed`:
-    checkpoints hold the experts' matrices as [columns, rows], with rows of gate and up alternating.
+    `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the shared
+    expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router and the
+    experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of gate and
+    up alternating.
     """
 
     num_experts: int
@@ -143,9 +145,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A mixer of tokens followed by an MLP or experts. Each adds its output to its input.
+    """A mixer of tokens followed by an MLP or experts. Mixer and MLP each add their output to their input.
 
-    `norm` stands before each of the two, after each of them, or in both places.
+    `norm` applies before the mixer and before the MLP, after each of the two, or in both places.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -155,8 +157,8 @@ class LayerSpec:
     norm_after: bool = False
 
 
-# The weights of a layer by role, with the names that most checkpoints give them. Instead of the stacked matrices of all
-# `experts`, a checkpoint may have the matrices of each `expert`, by its number.
+# The weights of a layer by role, with the names that most checkpoints give them. A checkpoint may have separate
+# matrices for each numbered `expert` instead of the stacked matrices of all `experts`.
 LAYER_NAMES = {
     "mixer_norm.before": "input_layernorm.weight",
     "mixer.q": "self_attn.q_proj.weight",
@@ -203,7 +205,7 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a checkpoint's tensor: along axis `dim`, which has length `total`, it begins at `start`.
+    """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
 
     The length of the part is the length of the weight along that axis.
     """
@@ -217,8 +219,8 @@ class Slice:
 class WeightSpec:
     """How a weight is held.
 
-    `dtype`: its own dtype, independent of the model's; None for the model's dtype. `part`: the part of the checkpoint's
-    tensor that it holds; None for the whole tensor.
+    `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that the
+    weight holds; None for the whole tensor.
     """
 
     dtype: torch.dtype | None = None
@@ -232,12 +234,12 @@ PLAIN = WeightSpec()
 class DecoderSpec:
     """A decoder, and the names of its weights in a checkpoint.
 
-    `dtype`: the dtype of the checkpoint. `embed_scale`: multiplies embeddings, after it is rounded to their dtype.
-    `norm`: the norm after the last layer. `names`: a layer's weight names by role, without `model.layers.N.`.
-    `renamed`: prefixes that names in a checkpoint may have, and the prefix that each stands for. `others`: prefixes of
-    names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces that K is cut into in each
-    product back to hidden states (`Backend.project_back`), a power of two, the same for worker and trainer. `held`: how
-    a layer's weights are held, by role; weights of other roles are whole and in the model's dtype.
+    `dtype`: the dtype of the checkpoint. `embed_scale`: multiplies embeddings; rounded to their dtype first. `norm`:
+    the norm after the last layer. `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`: maps
+    alternative prefixes of names in a checkpoint to the standard prefix. `others`: prefixes of names in a checkpoint
+    that do not belong to the decoder. `pieces`: the number of pieces along K in each `Backend.project_back`. `pieces`
+    is a power of two, and the same for worker and trainer. `held`: how a layer's weights are held, by role; weights of
+    other roles are whole and in the model's dtype.
     """
 
     architecture: str
@@ -268,14 +270,14 @@ class DecoderSpec:
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:
-        """The experts of the layers that have experts."""
+        """The experts of all layers with experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows of the layers with a KV cache, full attention (None) first.
 
-        Layers with the same window form a group, which has its own blocks.
+        Layers with the same window form a group, and each group has its own blocks.
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
@@ -292,5 +294,5 @@ class DecoderSpec:
         return self.renamed.get(beginning, "") + name.removeprefix(beginning)
 
     def __hash__(self) -> int:
-        # Hashes a few fields only, since each module of an aligned model looks up its backend by spec.
+        # Hash only a few fields, for speed: each module of an aligned model looks up its backend by spec.
         return hash((self.architecture, self.vocab_size, self.hidden_size, len(self.layers)))

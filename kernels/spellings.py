@@ -1,7 +1,7 @@
-"""The names of the matrices of a layer's experts: stacked in one tensor, or one by one.
+"""The names of experts' matrices in checkpoints and pushes: stacked in one tensor, or split into parts.
 
-A model has them as stacks [E, R, C]. Checkpoints and pushes may have parts in place of a stack: for each expert a few
-tensors [rows, C], which form its matrix when placed one below the other. Imports no torch.
+A model holds experts' matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts
+of an expert are tensors [rows, C] that concatenate along rows to the expert's matrix. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Parts: TypeAlias = Mapping[str, Sequence[str]]
-"""For each stack that may come in parts: the name templates of an expert's parts, in the order of their rows. All parts
-of a stack have the same number of rows. `{}` stands for the expert's number.
+"""For each stack that may be split: the name templates of an expert's parts, in the order of their rows. All parts of a
+stack have the same number of rows. `{}` stands for the expert's number.
 """
 
 _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,5})(\..*)", re.DOTALL)
@@ -50,14 +50,14 @@ class Spellings:
         return Part(stack, expert, place * length, (length, columns)) if expert < experts else None
 
     def shape(self, name: str) -> Shape | None:
-        """Return the shape of the tensor or part of this name, or None if there is none."""
+        """Return the shape of the tensor or part of this name, or None for an unknown name."""
         if name in self._shapes:
             return self._shapes[name]
         part = self.part(name)
         return None if part is None else part.shape
 
     def count(self, name: str) -> int:
-        """Return how many parts a tensor has; 0 unless it is a stack that may come in parts."""
+        """Return the number of parts of a stack; 0 for a tensor that cannot come in parts."""
         return len(self._parts[name]) * self._shapes[name][0] if name in self._parts else 0
 
     def parts(self, name: str) -> Iterator[str]:
@@ -67,7 +67,7 @@ class Spellings:
 
     @property
     def most(self) -> int:
-        """The number of tensors if every stack comes in parts that may do so."""
+        """The number of tensors if every stack with known parts is split into parts."""
         return sum(self.count(name) or 1 for name in self._shapes)
 
     def all_shapes(self) -> dict[str, Shape]:

@@ -1,8 +1,8 @@
 """The matrices of a layer's experts in one weight of the backend.
 
-A backend holds the matrices one below the other, as a matrix of E * R rows. A checkpoint has one tensor [E, R, C], or,
-depending on its `StackLayout`, another order of the same elements. `Stack` accepts whole tensors, or single
-elements of them, in the checkpoint's layout.
+A backend holds E matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor of the same elements, [E, R,
+C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single elements of a tensor, in the
+checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StackLayout:
 class Stack:
     """A `Weight` of matrices [E, R, C] or biases [E, R], with the shape and element order of the checkpoint's tensor.
 
-    `matrix`: its memory, a backend's weight [E * R, C] or a tensor [E, R].
+    `matrix`: the memory of the stack, a backend's weight [E * R, C] or a tensor [E, R].
     """
 
     def __init__(self, matrix: Any, shape: tuple[int, ...], layout: StackLayout) -> None:
@@ -84,7 +84,7 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory it takes."""
+        """The bytes of memory of the stack."""
         return self.matrix.nbytes
 
     def copy_(self, source: Tensor | Stack) -> None:

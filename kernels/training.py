@@ -1,19 +1,21 @@
-"""The trainer's side: transformers models that compute with the ops of a rollout, and their log-probs of given tokens.
+"""The trainer's side: make transformers models compute with the ops of a rollout, and compute log-probs of given
+tokens.
 
-`align` replaces forward passes in a model of one of the `families`: of the model itself, its decoder, embedding,
-layers, last norm and head. Parameters, names and checkpoints stay unchanged. `unalign` restores the original forward
-passes. An aligned forward pass drops padding, computes the tokens of all sequences as rows, and keeps no KV cache. A
-layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these modules is called (the model through its
-wrapper), and reads its own parameters during the call. So all hooks that a wrapper adds to them run, for example to
-gather weights or to reduce gradients. The modules inside a layer are read, not called.
+`align` replaces the forward passes of a model of one of the `families`. `align` also replaces the forward passes of the
+decoder, embedding, layers, last norm and head inside the model. Parameters, names and checkpoints stay unchanged.
+`unalign` restores the original forward passes. An aligned forward pass drops padding, computes the tokens of all
+sequences as rows, and keeps no KV cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these
+modules is called and reads its own parameters during the call; the model is called through its wrapper. Hooks that a
+wrapper adds to these modules therefore run, for example to gather weights or to reduce gradients. The modules inside a
+layer are never called: the layer reads their parameters.
 
 Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
-worker's log-probs, and `token_statistics` those of its `top_logprobs`, for any micro-batch, padding or packing.
-Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast compute
-the same as a bfloat16 worker that was given these parameters. `aligned_with` returns the backend, instruction set and
-dtype of a model. If the fastest backend cannot serve the model, the backend in its place is logged on first use. A
-mixture uses the same experts as the worker: the model chooses them itself, or the caller passes them. `replayed` passes
-them to a model that is not aligned.
+worker's log-probs, for any micro-batch, padding or packing. `token_statistics` likewise returns the bits of the
+worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding. Under bfloat16 autocast,
+float32 parameters give the bits of a bfloat16 worker that received these parameters. `aligned_with` returns the
+backend, instruction set and dtype of a model. If the fastest backend cannot serve the model, the fallback backend is
+logged on first use. A mixture-of-experts model uses the same experts as the worker: the model chooses the experts
+itself, or the caller passes them. For a model that is not aligned, use `replayed` to pass experts.
 """
 
 from __future__ import annotations
@@ -71,13 +73,15 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
-"""question(ops, hidden, weight): return what the head returns instead of logits, from hidden states [M, H] and the
+"""question(ops, hidden, weight): compute what the head returns instead of logits, from hidden states [M, H] and the
 head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 """
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module holds besides its own parameters. `index`: the number of a layer, or -1."""
+    """What an aligned module holds besides its own parameters. `index`: the number of the layer, or -1 for other
+    modules.
+    """
 
     backend: str
     spec: DecoderSpec
@@ -87,8 +91,8 @@ class _Aligned(NamedTuple):
 class _Rows:
     """The inputs of a layer besides hidden states [M, H].
 
-    `route` and `record`: int32 [M, top_k] or None. This is neither a dataclass nor a tuple: inside those, a wrapper
-    rounds floats, such as rotations, to the dtype of its policy.
+    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because wrappers cast
+    floats inside dataclasses and tuples, such as rotations, to the dtype of a policy.
     """
 
     def __init__(
@@ -98,9 +102,10 @@ class _Rows:
 
 
 class Arithmetic(NamedTuple):
-    """What decides the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as `bfloat16`.
+    """What determines the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as
+    `bfloat16`.
 
-    Names and values are those of a worker's `health().engine`.
+    Names and values are the same as in a worker's `health().engine`.
     """
 
     backend: str
@@ -111,19 +116,20 @@ class Arithmetic(NamedTuple):
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`.
 
-    `backend`: `auto` (the fastest one that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a LoRA
-    adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
+    `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
+    LoRA adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
     float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
-    DistributedDataParallel may wrap the model before or after; accelerate may only wrap it after.
+    DistributedDataParallel may wrap the model before or after `align`; accelerate only after `align`.
 
-    Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and if its
-    forward pass has an unknown argument, which a later release of transformers may add. Raise ConfigError for a backend
-    that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does not
-    support.
+    Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
+    pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
+    backend that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does
+    not support.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
-    # Under autocast, float32 parameters are used in 16 bits. The forward pass knows the dtype, and selects again.
+    # Under autocast, float32 parameters are computed in 16 bits. The forward pass knows that dtype and selects the
+    # backend again.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
     for module, forward, index in _parts(model):
@@ -134,13 +140,13 @@ def align(model: Any, backend: str = "auto") -> None:
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if no part of the model is aligned."""
     model = unwrapped(model)
-    # `_parts` alone would miss a part that an adapter, added after `align`, now surrounds.
+    # `_parts` alone would miss a part that was wrapped in an adapter after `align`.
     aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
     if not aligned:
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
     for module in aligned:
         del module._aligned
-        if plain_class(type(module)) is type(module):  # otherwise fully_shard put another class before ours
+        if plain_class(type(module)) is type(module):  # otherwise fully_shard put its class before the aligned one
             module.__class__ = type(module).__bases__[0]
 
 
@@ -148,8 +154,8 @@ def aligned_with(model: Any) -> Arithmetic:
     """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
 
     The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
-    client.health().engine.items()`. This runs a forward pass of one token, which must run on every rank if weights are
-    sharded. Raise AlignmentError for a model that is not aligned.
+    client.health().engine.items()`. `aligned_with` runs a forward pass of one token. If weights are sharded, every rank
+    must make this call. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
@@ -165,9 +171,9 @@ def aligned_with(model: Any) -> Arithmetic:
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
-    Each tensor comes under its name without PEFT, in `dtype` or in the dtype its family holds it in. Adapters are
-    merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a model without
-    PEFT, or with adapters that `align` does not support.
+    Each tensor has its name without PEFT. Tensors are in `dtype`, except those with another dtype fixed by the family.
+    Adapters are merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a
+    model without PEFT, or with adapters that `align` does not support.
     """
     adapted = adapted_inside(model)
     if adapted is None:
@@ -201,21 +207,22 @@ def token_log_probs(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-prob of each token given the earlier ones in its sequence: float32 in the shape of `input_ids`.
+    """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of
+    `input_ids`.
 
     `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
-    accelerate. Its forward pass is called, so weights are gathered and gradients are prepared for reduction as in any
-    forward pass. `input_ids` (integers) are one of: padded [B, T], with `attention_mask` [B, T] (bool or integers)
-    unless there is no padding, on either side; packed [M], with the `lengths` of the sequences; packed [B, T], with
-    `position_ids` of that shape that are 0 where a sequence begins. `temperature`: of the log-probs; 0 means greedy
-    samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`): which tokens
-    get their log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence. Mixed
-    precision follows the wrapper and the autocast around this call.
+    accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
+    in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
+    or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
+    with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
+    for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
+    the tokens that get a log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
+    Mixed precision follows the wrapper and the autocast around this call.
 
-    `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts that each token
-    goes to, in any order; gradients flow through their gates. The experts of a worker with the same arithmetic need not
-    be passed: the model chooses them itself. Entries for padding and for the last token of each sequence are not read:
-    a sample's record has no row for its last token.
+    `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
+    in any order. Gradients flow through the gates. With the arithmetic of the worker, `routed_experts` can be left out,
+    since the model chooses the worker's experts itself. Entries for padding and for the last token of each sequence are
+    not read. A sample's record has no row for its last token.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
@@ -240,11 +247,12 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return the values of a worker's `top_logprobs`.
 
-    The arguments are those of `token_log_probs`. `logprobs` has its bits and, with `gradient`, its gradient, so a loss
-    needs no second forward pass; the other values have no gradient. `entropy`: float32 in the shape of `input_ids`, of
-    the distribution each token comes from, in nats. `top_token_ids` int64 and `top_logprobs` float32,
-    [*input_ids.shape, top_logprobs]: the most probable tokens, highest logit first, the lower id first among equal
-    logits. Where `token_log_probs` gives 0.0 because there is no log-prob, all values are 0.
+    The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs` and, with
+    `gradient`, its gradient, so a loss needs no second forward pass. The other values have no gradient. `entropy`:
+    float32 in the shape of `input_ids`, the entropy in nats of the distribution that each token comes from.
+    `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the most probable tokens,
+    highest logit first, the lower id first among equal logits. All values of a token without a log-prob are 0, as in
+    `token_log_probs`.
 
     Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
     """
@@ -269,9 +277,9 @@ def token_experts(
     """Return the experts that an aligned model sends each token to.
 
     The result is int32, [*input_ids.shape, layers with experts, experts per token], ascending for each token; 0 for
-    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts them. The other
-    arguments are those of `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and for a model
-    without experts.
+    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts these experts.
+    The other arguments are documented at `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and
+    for a model without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
@@ -302,7 +310,7 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """Return the places of the wanted tokens in flat `input_ids`, and the sealed result of `what` for them.
+    """Return the places of the wanted tokens in flat `input_ids`, and the sealed result of `what` for these tokens.
 
     `what`: `GradientOps.log_probs`, or a function with its arguments.
     """
@@ -326,9 +334,9 @@ def _ask_of_tokens(
 
 
 def _sealed(found: Any) -> Any:
-    """Return float32 tensors, or a named tuple with some, as complex numbers.
+    """Convert a float32 tensor, or the float32 tensors of a named tuple, to complex numbers.
 
-    A wrapper with a policy on the dtype of outputs would round floats, but not complex numbers.
+    A wrapper with an output dtype in its policy would cast floats, but leaves complex numbers alone.
     """
     if isinstance(found, tuple):
         return type(found)(*map(_sealed, found))
@@ -344,12 +352,14 @@ def _unsealed(found: Any) -> Tensor:
     return found.real if found.is_complex() else found
 
 
-# The forward passes. Each one becomes a method of an aligned class; `self` is the transformers module.
+# The forward passes. Each function becomes a method of an aligned class; `self` is the transformers module.
 
 
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
-    """Return the forward pass of a model of this class. It answers a question if given one."""
+    """Return the forward pass of a model of this class. If called with a `question`, the forward pass returns the
+    answer.
+    """
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
         if question is None:
@@ -388,8 +398,8 @@ def _decode(
     """Compute the last hidden states of a batch.
 
     `routes`: int32 [layers with experts, M, top_k], the experts of the M tokens that are not padding, from
-    `read_routes`. `record`: of the same shape, receives the experts that the tokens went to. The output type is that of
-    a decoder with experts, which has all fields of one without.
+    `read_routes`. `record`: of the same shape, receives the experts of the tokens. The output type is transformers'
+    type for decoders with experts, which has all fields that decoders without experts return.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
@@ -456,7 +466,7 @@ def _as_computed(
 ) -> Tensor:
     """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
 
-    The tensor is in its `own` dtype if it has one, else in the dtype of hidden states x.
+    The tensor is in the dtype `own` if given, else in the dtype of hidden states x.
     """
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
@@ -477,10 +487,10 @@ def _parameter(
     layout: StackLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
-    """Return a layer's parameter of this name. Raise AlignmentError unless it matches the model's config.
+    """Return a layer's parameter of this name. Raise AlignmentError unless the parameter matches the model's config.
 
-    With `layout`, `shape` is that of matrices [E, R, C] or biases [E, R]. The module of a matrix must be one that
-    transformers made. The parameter must have the dtype that `held` names, if any.
+    With `layout`, `shape` is the shape of matrices [E, R, C] or biases [E, R]. A matrix must be in a module of
+    transformers or in an nn.Linear. The parameter must have the dtype that `held` names, if any.
     """
     module, leaf = _place(layer, index, name)
     module = trained(module)
@@ -491,7 +501,8 @@ def _parameter(
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name} must have shape {list(stored)} by the model's config (got {size}); correct one of them"
+            f"{name} must have shape {list(stored)} by the model's config (got {size}); correct the config or the "
+            "parameter"
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
@@ -548,8 +559,8 @@ def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
     """Return a subclass with `forward` as the forward pass of aligned modules.
 
-    It keeps the name of the original class, by which trainers find layers to wrap or checkpoint, and the signature, by
-    which they see the arguments of a model.
+    The subclass keeps the name of the original class, since trainers find layers to wrap or checkpoint by class name.
+    The subclass also keeps the signature, since trainers read a model's arguments from the signature.
     """
 
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -562,7 +573,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend; log a fallback with the text of a worker. Cached, so a process logs each fallback once."""
+    """Select a backend; log a fallback with the same text as a worker. Cached, so a process logs each fallback once."""
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
@@ -583,12 +594,13 @@ def _forward_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _divisor(temperature: float) -> float:
-    """Return the divisor of a worker's logits: 1 for greedy samples, else one that keeps quotients within float32."""
+    """Return the number that a worker divides logits by: 1 for greedy samples, else at least LOWEST_TEMPERATURE."""
     return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
-    """Raise AlignmentError unless a module is nn.Linear or its class is defined where the class of `neighbour` is.
+    """Raise AlignmentError unless a module is nn.Linear or has a class from the Python module that defines
+    `neighbour`'s class.
 
     transformers defines routers and experts beside their family's other classes.
     """
@@ -601,7 +613,7 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
 
 
 def _check_aligned(model: Any) -> Any:
-    """Return the model inside its wrappers. Raise AlignmentError unless it is aligned."""
+    """Return the model inside its wrappers. Raise AlignmentError unless the model is aligned."""
     model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); call align(model) first")
@@ -621,7 +633,7 @@ def _check_model(model: Any) -> DecoderSpec:
     if any("forward" in vars(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             "model: the forward pass of a module was replaced; call align before accelerator.prepare, and before any "
-            "other code that replaces it"
+            "other code that replaces forward passes"
         )
     head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
     _check_plain("lm_head", head, model)
@@ -639,7 +651,7 @@ def _check_model(model: Any) -> DecoderSpec:
 def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     """Raise AlignmentError unless layers have the parameters of the spec and all parameters share one dtype.
 
-    Parameters with their own dtype in the spec are exempt from the latter.
+    Parameters with their own dtype in the spec need not share the common dtype.
     """
     own: set[int] = set()
 

@@ -1,7 +1,7 @@
-"""Copies between host and device that do not block until their contents are needed, and streams.
+"""CUDA streams, and copies between host and device that block only when their contents are needed.
 
-On a CPU `to_device` copies nothing, and `HostCopies` copies immediately, so its tensors may change afterwards. On a GPU
-copies are queued after the kernels of the current stream, from and to pinned memory.
+On a CPU, `to_device` copies nothing. On a CPU, `HostCopies` copies immediately, so the source tensors may change
+afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Always return the same stream, since torch reuses memory that was freed on a stream on that stream only."""
+    """Return the same stream on each call: torch reuses memory that was freed on a stream only for that stream."""
     return torch.cuda.Stream(index)
 
 
@@ -52,7 +52,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy `values` from the host to `device`."""
     if device.type == "cpu":
         return values
-    if device.type == "meta":  # a dry run, which only looks for the kernels that steps need
+    if device.type == "meta":  # a dry run that only finds the kernels that steps need
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

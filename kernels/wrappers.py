@@ -1,8 +1,8 @@
-"""The wrappers that trainers put around a transformers model or its weights, and which of them are supported.
+"""The wrappers that trainers put around a transformers model or its weights, and the subset that is supported.
 
-A wrapper is supported if a call of the module runs all of the wrapper's work. Some are modules around another module:
-DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` changes a module in place and
-gathers its weights before each call.
+A wrapper is supported if all of the wrapper's work runs when the module is called. Some wrappers are modules around
+another module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a
+module in place and gathers the module's weights before each call.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from trueroll.errors import AlignmentError
 
 _SERVED = {"DistributedDataParallel": "module", "CheckpointWrapper": "_checkpoint_wrapped_module"}
-"""For each class, the attribute that holds the module inside."""
+"""For each wrapper class, the attribute that holds the wrapped module."""
 _FULLY_SHARD = "shard with torch.distributed.fsdp.fully_shard (FSDP2)"
 _REFUSED = {
     "FullyShardedDataParallel": _FULLY_SHARD,
-    "DeepSpeedEngine": f"{_FULLY_SHARD}, which keeps on each rank what ZeRO-3 keeps",
+    "DeepSpeedEngine": f"{_FULLY_SHARD}, which shards the same tensors as ZeRO-3",
     "DataParallel": "use DistributedDataParallel, with a process for each device",
-    "OptimizedModule": "do not use torch.compile, since its code rounds differently from a worker",
+    "OptimizedModule": "do not use torch.compile, since compiled code rounds differently from a worker",
 }
 _IN_PLACE = ("FSDPModule", "ReplicateModule")
 
@@ -59,7 +59,7 @@ def plain_class(found: type) -> type:
 def reshard(model: Any) -> None:
     """Reshard the modules that `fully_shard` keeps gathered after a forward pass, in the dtype of its policy.
 
-    This brings back the trained shards. The next forward pass gathers the modules again.
+    Resharding restores the trained shards. The next forward pass gathers the modules again.
     """
     for module in model.modules():
         if any(base.__name__ in _IN_PLACE for base in type(module).__mro__):

@@ -1,7 +1,8 @@
 """Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
 
-`library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers. One instruction
-set serves the whole process: the best of the machine, or the one named by the environment variable TRUEROLL_CPU_ISA.
+`library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers. The whole
+process uses one instruction set: the best of the machine, or the set that the environment variable TRUEROLL_CPU_ISA
+names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
     from .library import library_obstacle
 
     if device.type != "cpu":
-        return f"it runs on a CPU, not on {device}"
+        return f"native CPU kernels do not run on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
@@ -33,7 +34,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return what the kernels need and this decoder in this dtype does not have, or an empty string."""
+    """Return a requirement of the kernels that this decoder does not meet in this dtype, or an empty string."""
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"

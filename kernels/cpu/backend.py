@@ -1,10 +1,11 @@
 """The ops of `kernels.contract.Backend` with native kernels.
 
-native/kernels.h describes how the kernels keep the contract. The number of threads is torch's.
+native/kernels.h describes how the kernels keep the contract. Kernels run on `torch.get_num_threads()` threads.
 
 Matrices lie in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side by
-side: one float32 per row, or two bfloat16 of neighbouring columns. Rows are padded with zeros to whole panels, columns
-of bfloat16 to a multiple of 32. The same layout serves every instruction set. `copy_` packs into a weight's own memory.
+side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to whole
+panels. Columns of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction set.
+`copy_` packs a tensor directly into the weight's memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, in all [padded rows, padded columns]
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels, in total [padded rows, padded columns]
     elements.
     """
 
@@ -70,7 +71,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory it takes, padding included."""
+        """The bytes of memory of the weight, padding included."""
         return self.data.nbytes
 
     def copy_(self, source: Tensor | PackedWeight) -> None:
@@ -78,7 +79,7 @@ class PackedWeight:
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, PackedWeight):
-            # Not with torch: its threads would compete with those of ops that run in other threads.
+            # torch is not used here, since torch's threads would compete with ops that run in other threads.
             ctypes.memmove(self.pointer, source.pointer, self.nbytes)
             return
         rows = source.to("cpu", self.dtype).contiguous()
@@ -88,8 +89,8 @@ class PackedWeight:
         """Overwrite elements at flat indices (int64) into [rows, columns]. Raise IndexError if an index is outside."""
         rows, columns = self.shape
         pair, row = _PAIR[self.dtype], torch.arange(rows)
-        # `starts`: where each row begins; `distances`: how far a column lies from there. A step holds `pair` columns of
-        # each row of a panel.
+        # `starts`: the offset of each row's first element; `distances`: the offset of each column from the first
+        # element. In a panel, `pair` columns of a row are adjacent.
         starts = row // PANEL_ROWS * (PANEL_ROWS * self.data.shape[1]) + row % PANEL_ROWS * pair
         column = torch.arange(columns)
         distances = column // pair * (PANEL_ROWS * pair) + column % pair
@@ -97,7 +98,7 @@ class PackedWeight:
         self.data.put_(starts[row] + distances[index.sub(row, alpha=columns)], source)
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Return rows [start, start + length), sharing memory. Raise ValueError unless they are whole panels or the
+        """Return rows [start, start + length), sharing memory. Raise ValueError unless the rows are whole panels or the
         last rows.
         """
         end = start + length
@@ -118,11 +119,11 @@ class PackedWeight:
 
 
 class PackedLayers(tuple[Layer, ...]):
-    """Layers with the places of their tensors: each tensor's storage, which tensors may share, and its offset there.
-    `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between steps, in the
-    order of the arguments. `has_states`: whether any layer is a delta net.
+    """Layers with the location of their tensors: each tensor's storage, and the tensor's offset in the storage. Tensors
+    may share a storage. `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers
+    between steps, in the order of the arguments. `has_states`: whether any layer is a delta net.
 
-    No address is kept, since the memory of a storage may be freed and come back elsewhere. Raise ValueError for a
+    Addresses are not kept, since a storage's memory may be freed and allocated again elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
     with several `pieces`.
     """
@@ -138,7 +139,7 @@ class PackedLayers(tuple[Layer, ...]):
         self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
 
     def addresses(self) -> Tensor:
-        """Return an int64 array of `LayerPointers` (native/api.h). It is valid for one call."""
+        """Return an int64 array of `LayerPointers` (native/api.h). The array is valid for one call."""
         addresses = self._offsets
         for storage, lie_there in self._storages:
             addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
@@ -146,7 +147,9 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` can hold such a layer. A run with any other layer is computed op by op."""
+    """Return whether `PackedLayers` can hold a layer with this spec. A run with any other layer is computed op by
+    op.
+    """
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
@@ -178,8 +181,8 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors of `MlpPointers` or `ExpertsPointers`, in its order. The former is padded with None to the
-    length of the latter.
+    """Return the tensors of `MlpPointers` or `ExpertsPointers`, in its order. The tensors of `MlpPointers` are padded
+    with None to the length of `ExpertsPointers`.
     """
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights)
@@ -197,8 +200,8 @@ def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
-    """Return the stacked matrices of all experts, each followed by its bias or None. Raise ValueError unless each
-    expert's rows fill whole panels.
+    """Return the stacked matrices of all experts: each stack, followed by the stack of biases or None. Raise ValueError
+    unless each expert's rows fill whole panels.
     """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:
@@ -215,8 +218,8 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 def _widths(layer: Layer) -> tuple[int, ...]:
     """Return `PackedLayers.widths` of one layer.
 
-    In order: the mixer's projected input, the same after a convolution, the gate of the mixer's output, the gates of a
-    recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
+    In order: the mixer's projected input, that input after a convolution, the gate of the mixer's output, the gates of
+    a recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
     """
     spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
     if isinstance(spec, DeltaNetSpec):
@@ -526,7 +529,7 @@ def layers(
 
 
 class _PageNumbers:
-    """The values of `PagePointers` in native/api.h. They are valid as long as this object lives."""
+    """The values of `PagePointers` in native/api.h. The values are valid as long as this object lives."""
 
     def __init__(self, page: Pages) -> None:
         self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()

@@ -1,7 +1,7 @@
-"""The shared library of the native kernels: it lies beside this file and is loaded once.
+"""The shared library of the native kernels, which lies beside this file and is loaded once.
 
-native/api.h declares the library's C interface. This module reads that file too, for the types of the functions'
-arguments. A library that was compiled from a different text of it is refused.
+native/api.h declares the library's C interface. The module also reads the argument types of the functions from
+native/api.h. A library that was compiled from a different native/api.h is refused.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def _type(declaration: str) -> Any:
 
 
 class _Functions(ctypes.CDLL):
-    """A library with functions that refuse surplus arguments. Those of a plain CDLL accept them."""
+    """A library with functions that refuse surplus arguments. Functions of a plain CDLL accept surplus arguments."""
 
     _func_flags_ = 0
 
 
 class Library:
-    """The library at a path. Each function of its C interface is an attribute, without the prefix `trueroll_`.
+    """The library at a path. Each function of the C interface is an attribute, without the prefix `trueroll_`.
 
-    Raise OSError if it cannot be loaded, or was compiled from a different native/api.h.
+    Raise OSError if the library cannot be loaded, or was compiled from a different native/api.h.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,14 +54,14 @@ class Library:
         try:
             library.trueroll_declarations.restype = ctypes.c_char_p
             if library.trueroll_declarations().decode() != declared:
-                raise AttributeError("its functions take other arguments")
+                raise AttributeError("its functions take different arguments")
             for result, name, arguments in re.findall(r"([\w ]+\*?) trueroll_(\w+)\((.*?)\);", declared):
                 function = library[f"trueroll_{name}"]
                 function.restype = _type(result)
                 function.argtypes = [_type(each) for each in arguments.split(",") if each]
                 setattr(self, name, function)
         except AttributeError as error:
-            raise OSError(f"{path.name} is of another version: {error}") from None
+            raise OSError(f"{path.name} is from a different version: {error}") from None
 
     def instruction_sets(self) -> list[str]:
         """Return the instruction sets that this machine has, best first."""
@@ -75,10 +75,10 @@ class Library:
         return self.isa().decode()
 
     def choose(self, name: str) -> None:
-        """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
+        """Use an instruction set from now on. Raise ConfigError if this machine does not have the instruction set."""
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ConfigError(f"{ISA_VARIABLE} must be one that this machine has, {available} (got {name!r})")
+            raise ConfigError(f"{ISA_VARIABLE} must be an instruction set of this machine, {available} (got {name!r})")
 
     if TYPE_CHECKING:
 
@@ -87,15 +87,15 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or the best one.
+    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or else the best instruction set.
 
-    Raise OSError if it was not built or cannot be loaded, and ConfigError for an instruction set that this machine
-    lacks.
+    Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
+    machine lacks.
     """
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
         raise OSError(
-            f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; building it needs a "
+            f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; a build needs a "
             "C++ compiler that supports AMX (GCC 11, Clang 12 or newer)"
         )
     library = Library(path)

@@ -1,7 +1,7 @@
-"""The families of decoders that can be served and trained: from config.json to a `DecoderSpec`.
+"""The supported families of decoders. Each family converts a config.json to a `DecoderSpec`.
 
-Each module here describes one family, or a few close ones, in its `FAMILIES`, and is discovered automatically. Nothing
-else names an architecture: worker, aligned trainer, random weights and tests read the spec.
+Each module here lists one family, or a few related families, in `FAMILIES`. Modules are discovered automatically. No
+other code names an architecture: worker, aligned trainer, random weights and tests read the spec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ requires something that is not supported.
 
 @cache
 def families() -> dict[str, Describe]:
-    """Return the families by the name of their architecture in config.json. A new entry is a new family."""
+    """Return the `Describe` function of each family, by the name of its architecture in config.json."""
     modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
     return {name: describe for module in modules for name, describe in getattr(module, "FAMILIES", {}).items()}
 

@@ -1,7 +1,7 @@
-"""Gemma 3, text only: norms of 1 + w before and after, norms of the heads of q and k, a tanh-GELU gate, scaled
-embeddings.
+"""Gemma 3, text only: norms with factor 1 + w before and after mixer and MLP, norms of q's and k's heads, a tanh-GELU
+gate, and scaled embeddings.
 
-Five of six layers have a window and their own rotation.
+Five of every six layers have a window and use a second rotation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama and its relatives: norms before, a SiLU gate, one rotation.
+"""Llama and related families: norms before mixer and MLP, a SiLU gate, and one rotation.
 
 Mistral's layers have a window; Ministral's and Qwen's layers may have one. Qwen2 has biases of q, k and v; Qwen3 has
 norms of the heads of q and k.
@@ -25,8 +25,8 @@ def _family(
 ) -> Describe:
     """Return the `Describe` function of a family.
 
-    `windows(settings)`: the window of each layer. `is_sliding(raw, i)`: whether layer i has a window if a file has no
-    `layer_types`. `defaults`: the values that transformers uses for settings missing from a file.
+    `windows(settings)`: the window of each layer. `is_sliding(raw, i)`: whether layer i has a window, for a file
+    without `layer_types`. `defaults`: the values that transformers uses for settings missing from a file.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5, text only.
 
-Three of four layers have a gated delta net. The fourth has attention with an output gate, and rotates a part of each
-head. Norms multiply by 1 + w, except the norm of a delta net's output.
+Three of every four layers have a gated delta net. The fourth layer has attention with an output gate, and rotates only
+a part of each head. Norms multiply by 1 + w, except the norm of a delta net's output.
 
 Qwen3-Next has experts in all layers or some, Qwen3.5-MoE in all. Each layer with experts has a shared expert for all
 tokens. If a Qwen3.5 checkpoint holds more than text, only the text model is described.
@@ -29,7 +29,8 @@ _QWEN3_NEXT: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, 
 _QWEN3_NEXT |= dict(intermediate_size=5632, norm_topk_prob=True)
 _QWEN3_5: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=4)
 _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
-# Names in a checkpoint of text, image and video, and the names transformers gives to the text model it loads from it.
+# Prefix of the text model in a multimodal checkpoint, and the prefix of the same weights in the text model that
+# transformers loads.
 _OF_TEXT = {"model.language_model.": "model."}
 _BESIDE_TEXT = ("model.visual.", "mtp.")
 
@@ -86,7 +87,8 @@ def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    # The files have no intermediate_size, since all layers have experts. Gates are always normed, without a setting.
+    # The files have no intermediate_size, since all layers have experts. There is no setting for normed gates: gates
+    # are always normed.
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers

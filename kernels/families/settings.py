@@ -1,8 +1,8 @@
 """The settings of a config.json, checked, for the families to read.
 
 Promises that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to build.
-The base class of transformers' configurations checks the values and brings old files up to date. Its subclasses for the
-architectures are not used: importing one also imports torch's compiler, which takes 150 MB.
+The base class of transformers' configurations checks the values and converts old files. The subclasses for single
+architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
 """
 
 # No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
@@ -49,10 +49,10 @@ _MOST = {
     "shared_expert_intermediate_size": 2**22,
 }
 MOST_EXPERTS = 2**16
-"""Limit on experts, so that a uint16 can hold the number of each."""
+"""Limit on experts, so that the number of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
-# Keys that `Settings` understands in addition to its fields.
+# Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
@@ -126,7 +126,7 @@ class Settings(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
-    # Text has the same position on all three axes, so it does not matter which pairs of a head each axis rotates.
+    # A text token has the same position on all three axes, so the assignment of pairs to axes has no effect.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __post_init__(self, **others: Any) -> None:
@@ -146,14 +146,16 @@ class Settings(PreTrainedConfig):
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """Return `window` or None for each layer, from `types`. Also raise ModelError if a needed window is missing."""
+        """Return `window` or None for each layer, from `types`. Raise ModelError as `types` does, and for a layer that
+        needs a window if `window` is None.
+        """
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
             raise ModelError("sliding_window is missing in config.json; correct the file")
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Return attention with the heads of these settings. `others`: further fields of the spec."""
+        """Return an attention spec with the heads of these settings. `others`: further fields of the spec."""
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
@@ -169,7 +171,7 @@ class Settings(PreTrainedConfig):
     def experts(self: Any, **others: Any) -> ExpertsSpec:
         """Return the experts of these settings. `others`: further fields of the spec.
 
-        Raise ModelError if a token has more experts than there are, or if there are more than 65,536.
+        Raise ModelError if num_experts is below num_experts_per_tok or above 65,536.
         """
         if not self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS:
             raise ModelError(
@@ -181,8 +183,8 @@ class Settings(PreTrainedConfig):
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """Return a decoder of these layers. Its last norm is like the layers' norms. `others`: further fields of the
-        spec.
+        """Return a decoder of these layers. The last norm has the spec of the layers' norms. `others`: further fields
+        of the spec.
         """
         return DecoderSpec(
             architecture=architecture,
@@ -198,7 +200,7 @@ class Settings(PreTrainedConfig):
         )
 
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
-        """Return the rotation of all layers, or of the layers of one type where each type has its own.
+        """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
 
         Raise ModelError for a rotation that is not supported or does not rotate.
         """
@@ -225,7 +227,7 @@ class Settings(PreTrainedConfig):
         if kind != "default":
             of_type = {} if layer_type is None else {"layer_type": layer_type}
             inv_freq, scale = _rope_function(kind)(self, torch.device("cpu"), **of_type)
-            return inv_freq, math.fsum([scale])  # raises for anything but a number that fits in a float
+            return inv_freq, math.fsum([scale])  # raises unless `scale` is a number that fits in a float
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -233,12 +235,14 @@ class Settings(PreTrainedConfig):
 
 
 def _rope_function(kind: str) -> Callable[..., Any]:
-    """Return transformers' function for a kind of rotation. Raise ModelError if it is missing or has changed."""
+    """Return transformers' function for a kind of rotation. Raise ModelError if the function is missing or has
+    changed.
+    """
     function = ROPE_INIT_FUNCTIONS.get(kind, lambda: None)
     arguments = {*inspect.signature(function).parameters}
     if arguments != _ROPE_ARGUMENTS:
-        what = f"the rotation {kind} takes {', '.join(sorted(arguments)) or 'nothing, as it is missing'}"
-        raise ModelError(untested("transformers", f"{what}, where trueroll knows {', '.join(sorted(_ROPE_ARGUMENTS))}"))
+        what = f"the rotation {kind} takes {', '.join(sorted(arguments)) or 'nothing, since it is missing'}"
+        raise ModelError(untested("transformers", f"{what}, but trueroll expects {', '.join(sorted(_ROPE_ARGUMENTS))}"))
     return function
 
 
@@ -259,7 +263,7 @@ def read_settings(
         found = brief(raw["per_layer_config"])
         raise ModelError(f"per_layer_config in config.json is not supported (got {found}); serve another model")
     try:
-        # A copy, since `fill` changes it.
+        # Copy `raw`, since `fill` changes the map.
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
         return Settings(**filled)
     except Exception as error:
@@ -277,9 +281,11 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """Return `raw` with `layer_types`. A file without them gets FULL or `other`, by the number of each layer."""
+    """Return `raw` with `layer_types`. In a file without `layer_types`, each layer gets FULL or `other` by its
+    number.
+    """
     count = raw.get("num_hidden_layers")
-    # The count has not been checked yet.
+    # `num_hidden_layers` has not been validated yet.
     if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:
         raw["layer_types"] = [other if is_other(i) else FULL for i in range(count)]
     return raw
@@ -288,7 +294,7 @@ def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other
 def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
     """Return `raw` with `rope_parameters` for each type of layer, which older files do not have.
 
-    `theta`: the value for each type, used where the parameters have none. `rope_scaling` applies to full attention.
+    `theta`: the default `rope_theta` of each type. `rope_scaling` applies to full attention.
     """
     given, scaling = raw.pop("rope_parameters", None) or {}, raw.pop("rope_scaling", None) or {}
     ropes = {kind: given.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)}
@@ -308,7 +314,7 @@ def _broken(error: Exception) -> ModelError:
 def expect(settings: Any, **others: Any) -> None:
     """Raise ModelError unless all `settings` are supported.
 
-    `others`: required values of further settings. A value for one of the settings below replaces the default
+    `others`: required values of further settings. A value for a setting that is always checked replaces the default
     requirement.
     """
     whole = others.pop("partial_rotary_factor", 1.0)
@@ -333,7 +339,9 @@ def expect(settings: Any, **others: Any) -> None:
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the fraction of a head that is rotated. If rotations differ, return a fraction that is not 1.0."""
+    """Return the fraction of a head that is rotated. If types of layers have different fractions, return one that is
+    not 1.0.
+    """
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]
     return next((part for part in parts if part != 1.0), 1.0)

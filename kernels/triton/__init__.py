@@ -1,14 +1,15 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
 In products, weights lie on the M side of every matrix instruction, tokens on the N side. An instruction processes 16
-columns of K, in ascending order. Its N follows the number of rows, and no bit depends on it. Its M is always the same
-on sm_80 and sm_90. On sm_100 it is 64 or 128, depending on the tile, and no bit is expected to depend on that either.
-Attention has one tile for any number of rows. So has the recurrence of a delta net, which processes one token after the
-other. The rows of an expert are listed on the GPU, and their products follow the same rules as all others.
+columns of K, in ascending order. The size N of an instruction depends on the number of rows, but no bit depends on N.
+The size M is constant on sm_80 and sm_90. On sm_100, M is 64 or 128, depending on the tile, and no bit is expected to
+depend on M. Attention uses one tile shape for any number of rows. The recurrence of a delta net also uses one tile
+shape, and processes tokens one by one. The GPU lists the rows of each expert. The products of experts follow the same
+rules as all other products.
 
 `launch` pins the compiler settings that change bits. `products`, `experts`, `attention`, `recurrence`, `rows` and
-`head` hold the kernels, each with its table of tiles. `backend` joins them to the ops. Without a GPU the kernels run in
-Triton's interpreter, for tests.
+`head` hold the kernels, each with its table of tiles. `backend` builds the ops from the kernels. Without a GPU, kernels
+run in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSp
 MOST_HEAD_DIM = 256
 MOST_KEY_HEAD_DIM = 256  # for a delta net: a program holds whole columns of its state
 MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of the old tail
-MOST_GROUP = 64  # heads that share a key-value head: they are the rows of one tile
+MOST_GROUP = 64  # heads that share a key-value head; these heads are the rows of one tile
 MOST_EXPERTS = 1024  # one program reads all scores of a row
 LEAST_CAPABILITY = (8, 0)
 
@@ -51,7 +52,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return what the kernels need and this decoder in this dtype does not have, or an empty string."""
+    """Return a requirement of the kernels that this decoder does not meet in this dtype, or an empty string."""
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved

@@ -1,33 +1,33 @@
 """Attention over the paged cache.
 
-Owns which program computes what, and the order of every sum. Does not own how keys and values get into the cache. It
-relies on one promise of the code that writes them: a value in the cache is finite, and a token with a non-finite key or
-value has a key of NaN in all elements. So a token that a query does not see adds nothing to the query's result, and a
-non-finite token that it sees makes the result NaN.
+Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
+cache. The code that writes the cache must keep one promise: values in the cache are finite. A token with a non-finite
+key or value has a key of NaN in all elements. With this promise, a token that a query does not see adds nothing to the
+query's result. A visible token with a key of NaN makes the result NaN.
 
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
-needed, since a matrix instruction takes no fewer. A product is queries [ROWS, D] by keys [D, KEYS], or weights [ROWS,
-KEYS] by values [KEYS, D]. Each warp has its own rows. So weights stay in the registers where their scores were
-computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and the same
-number of warps, so the order of a row's sums is that of the compiled tile.
+needed, because a matrix instruction has a minimum size. A product is queries [ROWS, D] by keys [D, KEYS], or weights
+[ROWS, KEYS] by values [KEYS, D]. Each warp has its own rows. Weights therefore stay in the registers where their scores
+were computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and the same
+number of warps, so the compiled tile fixes the order of a row's sums.
 
 The key axis is cut at absolute multiples of PARTITION. Each partition is reduced from scratch by online softmax
-(Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. There are
-two ways to do this, with the same functions, so a query's bits do not depend on the way:
+(Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. Two
+variants use the same functions, so a query gets the same bits from either variant:
 
 - Sequences with one query: several programs share the partitions of a sequence and key-value head, and a second kernel
-  folds their results from a workspace. Each key and value is read once. D + 2 float32 numbers per partition and row are
-  written and read.
-- Sequences with more queries: one program takes a tile of rows through all its partitions and folds along the way. Keys
-  and values are read once for each tile of rows.
+  folds their results from a workspace. Each key and value is read once. The workspace takes D + 2 float32 numbers per
+  partition and row.
+- Sequences with more queries: one program computes all partitions of a tile of rows and folds each one immediately.
+  Keys and values are read once for each tile of rows.
 
-A sink is an additional key that every query of its head sees and that has a value of zero. It is folded in after the
-last partition, in both ways by the same function.
+A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
+the sink after the last partition, with the same function.
 
-If a row sees nothing of a tile or partition, its sums are multiplied by 1 and zeros are added; before its first key,
-its sums are zeros that are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
-So a program skips the partitions and tiles that lie behind the windows of all its rows. In the first tile it reads no
-key behind the windows, so the block table may hold anything there.
+A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the row's first key,
+the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
+A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first tile, a
+program reads no key before the windows, so the block table may hold any entry for such keys.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from . import MOST_GROUP
 from .launch import aligned, device_function, exact_jit, launch
 
 ROWS = MOST_GROUP
-# (keys of a tile, warps, stages), for heads of size up to 128 and for wider ones, which take more registers.
+# (keys of a tile, warps, stages), for heads of size up to 128 and for wider heads, which take more registers.
 NARROW, WIDE = (64, 4, 3), (32, 8, 2)
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several per multiprocessor of a large GPU
@@ -56,7 +56,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 class _Inputs(NamedTuple):
     """The inputs of all kernels.
 
-    `tables`: the block tables. `scale`: of the scores, which are exponents of 2. `sinks`: [heads], or None.
+    `tables`: the block tables. `scale`: factor of the scores, which are exponents of 2. `sinks`: [heads], or None.
     """
 
     q: Tensor
@@ -70,10 +70,10 @@ class _Inputs(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Which kernel computes which sequence. The tensors are int64.
+    """The assignment of sequences to kernels. The tensors are int64.
 
-    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for the other sequences the sequence and number of
-    each tile of rows. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], the sequence and the number of each tile of rows, for
+    the other sequences. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
     context of `decodes`.
     """
 
@@ -98,8 +98,8 @@ def paged_attention(
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
     are float32. Weights are rounded to the dtype before they multiply values. With `batch.lens`, the computation
-    depends only on tensors on the device. A block table may name any block for tokens behind the windows of all queries
-    of its sequence.
+    depends only on tensors on the device. Block table entries for tokens before the windows of all of a sequence's
+    queries may be any block.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -107,7 +107,7 @@ def paged_attention(
     out = torch.empty_like(inputs.q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
-        # If sequences are not listed, the kernels read only the last of the three.
+        # With `listed=False`, the kernels read only the last of the three tensors.
         _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
     rows_per_query, stream = q.shape[1] // k_cache.shape[2], current_stream(q.device)
@@ -127,8 +127,8 @@ def _plan(
 ) -> _Plan:
     """Return the plan of a batch, made once for all layers.
 
-    The plan's copy to the device is queued on `stream`, so no other stream may read it. Of each sequence's tiles, those
-    that see the most keys come first.
+    The plan's copy to the device is queued on `stream`, so no other stream may read the plan. Within a sequence, the
+    tiles that see the most keys come first.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // ROWS) if count > 1 else 0 for count in queries]
@@ -139,7 +139,8 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Compute the sequences that `places` lists; if not `listed`, compute query i from sequence i for all sequences.
+    """Compute the sequences that `places` lists. Without `listed`, compute all sequences; query i belongs to sequence
+    i.
 
     `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
     """
@@ -157,7 +158,7 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
 
 
 def _most_partitions(longest: int, window: int) -> int:
-    """Return the most partitions that a query sees keys of, in a context of up to `longest` tokens."""
+    """Return the largest number of partitions that a query can see in a context of up to `longest` tokens."""
     return min(-(-longest // PARTITION), (window + PARTITION - 2) // PARTITION + 1)
 
 
@@ -171,12 +172,16 @@ def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
 
 
 def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
-    """Return the sinks for the kernels that store results; without sinks, a tensor that they do not read."""
+    """Return the sinks for the kernels that store results; without sinks, return a tensor that the kernels do not
+    read.
+    """
     return inputs.q if inputs.sinks is None else inputs.sinks, dict(SINKS=inputs.sinks is not None)
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
-    """Return the launch arguments of the kernels that read keys. Those that affect a row's bits depend on D alone."""
+    """Return the launch arguments of the kernels that read keys. Arguments that affect a row's bits depend on D
+    alone.
+    """
     shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
     keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
     settings = dict(KEYS=keys, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap, warps=warps, stages=stages)
@@ -184,7 +189,7 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Return the constants of all kernels. SIZE: D padded to a size that tiles may have."""
+    """Return the constants of all kernels. `SIZE`: D padded to a size that a tile may have."""
     size = max(64, _power_of_2(q.shape[2]))
     return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
 
@@ -220,7 +225,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j): every tl.num_programs(2)-th partition that the i-th sequence's query sees, from j on."""
+    """Program (i, kv_head, j): partitions j, j + n, ... of all partitions that query i sees; n = tl.num_programs(2)."""
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -367,10 +372,11 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in their windows.
+    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
-    before the first and after the last may belong to another sequence; these two are read in their place.
+    before the first visible key or after the last token may belong to another sequence. For such keys, the first
+    visible key or the last token is read instead.
     """
     d = tl.arange(0, SIZE)
     oldest, start, end, last = seen
@@ -378,7 +384,8 @@ def _partition(
     for first in range(tl.maximum(start, oldest // KEYS * KEYS), end, KEYS):
         token = first + tl.arange(0, KEYS)
         stored = tl.minimum(tl.maximum(token, oldest), last)
-        # A cache has fewer than 2**31 slots over all heads; 64 bits for each would not leave enough registers.
+        # Slots are 32-bit numbers, since 64 bits would take too many registers. A cache has fewer than 2**31 slots over
+        # all heads.
         slot = tl.load(table_ptr + stored // BLOCK).to(tl.int32) * BLOCK + stored % BLOCK
         place = (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
         k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
@@ -391,7 +398,7 @@ def _partition(
 
 @device_function
 def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the partial softmax over no key: highest score, sum of weights, and sum of weighted values."""
+    """Return an empty partial softmax: highest score, sum of weights, and sum of weighted values."""
     return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
 
 
@@ -416,8 +423,8 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 def _add_tile(peak, total, out, scores, v):
     """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
 
-    The highest score of a tile may ignore a NaN, but the NaN's weight is NaN, and so are `total` and `out` from then
-    on.
+    The highest score of a tile may ignore a NaN score. The weight of that score is still NaN and makes `total` and
+    `out` NaN.
     """
     highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
@@ -451,8 +458,8 @@ def _add_sinks(peak, total, out, sinks_ptr):
 
 @device_function
 def _base(peak):
-    """Return the score that others are taken relative to: the highest, or 0 if no key was seen, since -inf - -inf is
-    NaN.
+    """Return the score to subtract from all scores: the highest one, or 0 if no key was seen, since -inf - -inf
+    is NaN.
     """
     return tl.where(peak == -float("inf"), 0.0, peak)
 

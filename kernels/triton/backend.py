@@ -1,9 +1,9 @@
 """The ops of `contract.Backend` with Triton kernels, for bfloat16 and float16.
 
-Joins the kernels of the neighbouring modules; `launch` describes how they keep the contract. A weight is a plain
+Builds the ops from the kernels of this package. `launch` describes how kernels keep the contract. A weight is a plain
 tensor. The tensors of a call lie on one CUDA device, or all on the CPU if kernels are interpreted. No op reads a tensor
-on the host, and no shape depends on a tensor's contents. So a CUDA graph can hold any op: attention if it is given
-`AttentionBatch.lens`, and a delta net if each sequence has one row.
+on the host, and no shape depends on a tensor's contents. A CUDA graph can therefore capture any op. To capture
+attention, pass `AttentionBatch.lens`. To capture a delta net, pass one row for each sequence.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """Return the current GPU's architecture, or the interpreter, and the settings that kernels are compiled with."""
+    """Return the current GPU's architecture, or `interpreter`, and the settings that kernels are compiled with."""
     return f"{_processor()}, {describe_settings()}"
 
 
@@ -82,10 +82,10 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 
 
 def _row_counts(most: int) -> list[int]:
-    """Return numbers of rows that together need all the forms which any number up to `most` needs.
+    """Return numbers of rows that together need every form that any number of rows up to `most` needs.
 
-    The number of filled tiles changes only at multiples of 16. Any choice made between two multiples is made at one of
-    them.
+    The number of filled tiles changes only at multiples of 16. The forms for a number of rows between two multiples are
+    therefore the forms for one of these multiples.
     """
     return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 

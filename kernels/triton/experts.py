@@ -1,18 +1,18 @@
-"""Mixtures of experts: which experts a row goes to, and the sum of their outputs.
+"""Mixtures of experts: the choice of each row's experts, and the sum of the experts' outputs.
 
-A pair is a row and one of its experts; pairs are numbered row by row. `experts` lists the pairs expert by expert and
-cuts each expert's list into tiles. A program of a product takes one tile and some features of its expert's weight, so
-an expert's weight is read once for each tile of its rows. The host does not know the number of tiles: the grid has the
-largest possible size, and programs beyond the last tile end immediately.
+A pair is a row and one expert of the row; pairs are numbered row by row. `experts` lists the pairs expert by expert and
+cuts each expert's list into tiles. A program multiplies one tile of pairs by some features of the expert's weight. An
+expert's weight is therefore read once for each tile of the expert's pairs. The host does not know the number of tiles:
+the grid has the largest possible size, and programs beyond the last tile end immediately.
 
-A product follows the rules of `products`: rows lie on the N side of the matrix instruction, K is cut into pieces by the
-shape of one expert's weight, and one program sums all pieces in ascending order. So an element has the bits of `linear`
-with that expert alone, independent of the other rows listed with it. The products with `down` are multiplied by their
-gates and stored pair by pair in float32. A last kernel adds those of a row in the order of its list, which is
-ascending. No float is added atomically.
+A product follows the rules of `products`. Rows lie on the N side of the matrix instruction. The shape of one expert's
+weight determines the pieces of K. One program sums all pieces in ascending order. An element therefore has the bits of
+`linear` with that expert alone, whatever other rows are in the list. The products with `down` are multiplied by the
+gates and stored pair by pair in float32. A last kernel adds the products of a row by ascending expert id. No kernel
+adds floats atomically.
 
 Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
-router's product, the shared expert, or how K is summed (products.py).
+router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .products import (
 )
 from .rows import sum_in_pairs
 
-# Tiles in ascending order of the rows of an expert. K may have pieces, and their sums take registers.
+# Tiles in ascending order of the number of tokens. The tiles leave registers for the sums of several pieces of K.
 TILES = (
     Tile(64, 16, 0, 128, 4, 3),
     Tile(64, 32, 0, 128, 4, 3),
@@ -94,10 +94,11 @@ def experts(
 ) -> Tensor:
     """Apply each row's experts to x [M, H], add them by ascending id in float32, and add `shared` [M, H]: [M, H].
 
-    Rows are processed in parts, so that their products take no more than MOST_MADE.
+    Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)  # keeps each part aligned to 16 bytes
+    # A multiple of 16 rows keeps each part aligned to 16 bytes.
+    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
     for start in range(0, len(x), most):
         part = slice(start, start + most)
         others = None if shared is None else shared[part]
@@ -133,8 +134,8 @@ def _mix(
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
     """Return the narrowest tile with at least twice as many tokens as an expert has rows on average.
 
-    Then few experts fill a second tile. A program that multiplies too many tokens is still faster than reading the
-    weight again.
+    With this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than reading a
+    weight twice.
     """
     if any(n % 8 for n in columns):
         return NARROW_TILE
@@ -142,8 +143,8 @@ def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
 
 
 def most_tiles(pairs: int, num_experts: int, width: int) -> int:
-    """Return the most tiles of this width that pairs can need: the case where each expert's last tile has a single
-    pair.
+    """Return the largest number of tiles of this width that pairs can need. In the worst case, each expert's last tile
+    has a single pair.
     """
     begun = min(pairs, num_experts)
     return begun + (pairs - begun) // width
@@ -171,7 +172,7 @@ def _multiply(
     sides: int,
     **constants: Any,
 ) -> None:
-    """Launch a kernel for products of x [rows, K] with each expert's part of a weight, which holds `sides` matrices."""
+    """Launch a kernel for products of x [rows, K] with the `sides` matrices of each expert in a weight."""
     count, columns = len(lists.counts) - 1, x.shape[1]
     rows = len(weight) // (count * sides)
     pieces, width_unit = k_splits(rows, columns), unit(rows)
@@ -195,7 +196,9 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i, which have the highest logits or are `CHOSEN`, and their gates."""
+    """Program i: the experts of row i and their gates. If `CHOSEN`, the experts are given; otherwise those with the
+    highest logits are chosen.
+    """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
     logits = tl.load(logits_ptr + row * E + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
@@ -220,7 +223,7 @@ def _route_kernel(
 
 @device_function
 def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
-    """Return which experts are in a list."""
+    """Return a mask of the experts that are in a list."""
     listed = expert < 0
     for i in range(TOP_K):
         listed = listed | (expert == tl.load(chosen_ptr + i))
@@ -229,7 +232,7 @@ def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
 
 @device_function
 def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
-    """Return which TOP_K experts have the highest logits, the lower ids first among equal logits. Any NaN ranks
+    """Return a mask of the TOP_K experts with the highest logits, the lower ids first among equal logits. Any NaN ranks
     highest.
 
     Logits and ids are mapped to distinct integers, ordered by logit and then by descending id.
@@ -263,8 +266,8 @@ def _list_kernel(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i: the list of expert i, placed after those of lower experts, and its tiles. The last program counts all
-    tiles.
+    """Program i: the list of expert i, placed after the lists of lower experts, and the tiles of expert i. The last
+    program counts all tiles.
     """
     expert, other, place = tl.program_id(0), tl.arange(0, SPAN), tl.arange(0, TILE)
     counts = tl.load(counts_ptr + other, mask=other < E, other=0)
@@ -289,7 +292,7 @@ def _list_kernel(
 
 @device_function
 def _of_expert(experts_ptr, pair, pairs):
-    """Return which pairs belong to this program's expert."""
+    """Return a mask of the pairs that belong to this program's expert."""
     return tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == tl.program_id(0)
 
 
@@ -318,8 +321,8 @@ def _gate_up_kernel(
 ):
     """Program (i, tile): the i-th features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` are counted in
-    units.
+    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` count units
+    (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return

@@ -1,13 +1,14 @@
-"""From hidden states to tokens and their log-probs, and the filters of a distribution.
+"""Choose tokens from hidden states, compute log-probs, and filter distributions.
 
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
 Does not own the product that computes the logits (products.py).
 
-All ops here that return log-probs run the same two kernels, compiled identically for any number of rows, so their bits
-agree. The first kernel cuts each row at absolute multiples of SECTION and reduces each section to its highest logit,
-its sum of exponentials and its best token. The second kernel folds the sections. A NaN logit makes the sum NaN, and so
-the log-prob of every token of its row. `token_statistics` reuses the folded sums: a kernel of its own, with other
-warps, would add them in another order. No op reads a value on the host.
+All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
+different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
+each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
+NaN logit makes the sum NaN. With a sum of NaN, every log-prob of the row is NaN. `token_statistics` reuses the folded
+sums, because a separate kernel with a different number of warps would add in a different order. No op reads a value on
+the host.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     launch(_count_kept_kernel, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
     ranks = torch.arange(vocab_size, device=logits.device)
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
-    # A sort places NaN by its sign, so rows with NaN stay unchanged.
+    # torch's sort orders a NaN by its sign, so rows with NaN stay unchanged.
     return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
@@ -132,7 +133,7 @@ def _reduce_section_kernel(
     """One section of one row: the parts that `_fold_sections_kernel` reads.
 
     `peaks`, `totals`: the highest logit of the log-prob's distribution, and the sum of exp(logit - peak). `bests`,
-    `best_ids`: the highest score that the token is chosen by, and the lowest id that has it. NaN ranks highest.
+    `best_ids`: the highest score in the choice of the token, and the lowest id with this score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -235,9 +236,10 @@ def _count_kept_kernel(
     V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Count how many of a row's logits, in descending order, the filters keep. Meaningless for a row with NaN.
+    """Count how many of a row's logits, in descending order, the filters keep. The count of a row with NaN is
+    arbitrary.
 
-    All logits after the first dropped one are dropped too, so that rounding leaves no gap.
+    All logits after the first dropped logit are dropped too, so that rounding leaves no gap.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -284,7 +286,7 @@ def gumbel_noise(words: tl.tensor) -> tl.tensor:
 
 @device_function
 def log1p(x: tl.tensor) -> tl.tensor:
-    """Return log(1 + x): the logarithm of the rounded sum, corrected to first order for the rounding error."""
+    """Return log(1 + x) as the logarithm of the rounded sum, corrected to first order for the rounding error."""
     rounded = 1.0 + x
     return tl.log(rounded) + (x - (rounded - 1.0)) / rounded
 

@@ -1,12 +1,12 @@
 """Compile and launch kernels, with the settings that change bits pinned.
 
-The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows about a kernel's
-arguments. So the compiler gets the same information every time: pointers are multiples of 16 bytes (checked at each
-launch), only the types of numbers are known, and anything that a layout may depend on is a constant of the kernel.
-`describe_settings` reports the compiler settings that the environment can still change.
+The layout of a tile determines the order of its sums. The compiler chooses layouts by the known properties of a
+kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16 bytes, which each
+launch checks. The compiler knows the types of numbers, but not their values. Any value that may influence a layout is a
+constant of the kernel. `describe_settings` reports the compiler settings that the environment can still change.
 
-A kernel is compiled for each form that it is launched in. `recording` lists forms without running them, and
-`compile_all` compiles them before they are launched. Triton's disk cache keeps them for the next process.
+Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
+compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 class Launch:
     """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
 
-    `grid`, `values`: the grid and arguments of one launch of it. The value of a tensor is its size in bytes.
+    `grid`, `values`: the grid and arguments of one launch. For a tensor, the value is its size in bytes.
     """
 
     kernel: Any
@@ -67,7 +67,7 @@ class Launch:
 def _pinned() -> dict[str, Any]:
     """Return compiler options that change bits and that the environment could otherwise set.
 
-    A version of Triton without one of these options always behaves as set here.
+    A version of Triton that lacks one of these options always behaves like the value set here.
     """
     wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
     return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
@@ -79,8 +79,8 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 def exact_jit(function: Callable[..., None]) -> Any:
-    """Return `triton.jit` of a kernel. Its pointers are named `*_ptr`; its other arguments are numbers or
-    `tl.constexpr`.
+    """Return `triton.jit` of a kernel. Pointer arguments of the kernel are named `*_ptr`. All other arguments are
+    numbers or `tl.constexpr`.
     """
     parameters = signature(function).parameters.values()
     numbers = [p.name for p in parameters if not p.name.endswith("_ptr") and "constexpr" not in str(p.annotation)]
@@ -90,8 +90,8 @@ def exact_jit(function: Callable[..., None]) -> Any:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
     """Run a kernel of `exact_jit` on a grid of programs; do nothing if the grid is empty.
 
-    `args`: tensors, ints below 2**31 and floats, in the kernel's order. `constants`: its `tl.constexpr` arguments.
-    Raise ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
+    `args`: tensors, ints below 2**31 and floats, in the kernel's order. `constants`: the kernel's `tl.constexpr`
+    arguments. Raise ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
     """
     if 0 in grid:
         return
@@ -111,7 +111,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
 def form_of(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], warps: int, stages: int, constants: dict[str, Any]
 ) -> Launch:
-    """Return the form that such a launch needs."""
+    """Return the form that a launch with these arguments needs."""
     types = tuple((name, _type(arg)) for name, arg in zip(kernel.arg_names, args, strict=False))
     values = tuple(arg.nbytes if isinstance(arg, Tensor) else arg for arg in args)
     return Launch(kernel, types, tuple(constants.items()), warps, stages, grid, values)
@@ -138,7 +138,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return `x`, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    """Return `x`, or a copy of `x` that is contiguous and begins at a multiple of 16 bytes."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
@@ -200,7 +200,9 @@ class _Compilers(ThreadPoolExecutor):
 
 
 def describe_settings() -> str:
-    """Return Triton's version, the pinned options, and the compiler settings from the environment, for health."""
+    """Return Triton's version, the pinned options, and the compiler settings from the environment, for the health
+    report.
+    """
     settings = [f"{name}={value!r}" for name, value in PINNED.items()]
     settings += [f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items())]
     settings += [f"{name}={os.environ[name]}" for name in _TOOLS if name in os.environ]

@@ -1,9 +1,9 @@
-"""The properties of a GPU that a model of a kernel's time uses to choose tiles.
+"""Properties of a GPU, for the cost model that chooses tiles.
 
-Each number has a reason (`REASONS`). "Fitted" means that the number makes the model choose good tiles: on average they
-take 1.3% longer than the fastest of the tiles in which products of Qwen2.5-7B with 16 to 8,192 tokens were timed on an
-H100. The times are in `tests/kernels/triton/h100_tiles.json`; `examples/benchmarks/gpu_report.py tiles` measures such
-times on another GPU. No bit depends on these numbers.
+`REASONS` gives the source of each number. "Fitted" numbers were tuned so that the model chooses good tiles. For
+products of Qwen2.5-7B with 16 to 8,192 tokens on an H100, the chosen tiles take on average 1.3% longer than the fastest
+timed tiles. `tests/kernels/triton/h100_tiles.json` holds the measured times; `examples/benchmarks/gpu_report.py tiles`
+measures another GPU. No bit depends on these numbers.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""Products of tokens with weights, with bits that do not depend on the number of tokens.
+"""Products of tokens with weights. The bits of a product do not depend on the number of tokens.
 
-An element of a product is the sum over K of a weight row times a token. K is cut into pieces (split-K) by the shape of
-the weight alone (`k_splits`). One chain of matrix instructions of 16 columns each sums a piece from zero in ascending
-order. The sums of the pieces are added to +0.0 in ascending order. Everything else may depend on the number of tokens,
-because no element's order of additions depends on it: the tile of a program, the columns it loads at a time, and
-whether one program sums all pieces of its tile or each piece has its own program, which writes its sum (a "part") to a
-workspace. Features lie on the M side of the instruction, which takes 64 of them (sm_80: 16; sm_100: 64 or 128,
-depending on the tile). Tokens lie on the N side, which takes as many as the tile has.
+An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
+pieces that K is cut into (split-K, `k_splits`). One chain of matrix instructions of 16 columns each sums a piece from
+zero in ascending order. The sums of the pieces are added to +0.0 in ascending order. The tile of a program, and the
+number of columns that a program loads at a time, may depend on the number of tokens. These choices do not affect the
+order of an element's additions. One program may sum all pieces of its tile, or each piece may have its own program,
+which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds 64 features
+(sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of the tile.
 
-A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if both are. So adding a part of
-+0.0 changes no bit. Weights with fewer pieces than the weights beside them have such parts.
+A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
+part of +0.0 therefore changes no bit. A weight with fewer pieces than the weights beside it has parts of +0.0.
 
 Owns the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own
-norms, or what follows the products of q, k and v. Activations are copied if `launch` cannot use them in place; weights
-must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, some rows of a whole weight: it gives
-the bits of the whole weight if `full_rows` is the number of rows of the whole.
+norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot use them in place;
+weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds some rows of a
+whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of rows.
 
-A tile is chosen by a model of the time on an H100 (`machine`), fitted to measured times. All programs together read an
-element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features. The
-SM with the most programs multiplies longest. Matrix instructions share the bandwidth of shared memory with loads. For
-few tokens, the time is that of reading weights from memory. For somewhat more, it is nearly that of reading them from
-L2, so up to 128 tokens form one tile. Weights of 8192 rows have tiles for all SMs. Other weights are cut into at most
-four pieces, none below 768 columns, so that a program reads 96 KB or more. Each piece has its own program as long as
-storing and folding the parts takes less time than it saves. One program with all pieces needs a second accumulator, and
-so has smaller tiles. For many tokens, tiles are as large as registers allow.
+A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
+L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
+programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a product
+takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as reading
+the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough tiles to occupy all
+SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more.
+Each piece has its own program if this saves more time than storing and folding the parts takes. A program that sums all
+pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
         return self.tokens + self.more
 
 
-# In a tile of gate and up, half of the features belong to each.
+# In a tile of gate and up, half of the features belong to gate and half to up.
 TILES = (
     Tile(64, 16, 0, 128, 4, 3),
     Tile(64, 32, 0, 128, 4, 3),
@@ -78,15 +78,15 @@ TILES = (
     Tile(128, 256, 32, 64, 8, 3),
     Tile(128, 256, 64, 64, 8, 3),
 )
-# For programs that sum several pieces, or store results one by one. Both take registers.
+# Smaller tiles, for programs that need registers to sum several pieces or to store results one by one.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
 FOLD_COLUMNS = 1024
-FEW_TOKENS = 192  # up to this many tokens, one tile of tokens is preferred to several
+FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
 FOLD_PASSES = 3  # how often parts pass through memory; fitted
-PIECE_UNIT = tl.constexpr(128)  # pieces are multiples of this, and this is a multiple of every depth
+PIECE_UNIT = tl.constexpr(128)  # piece lengths are multiples of this number, which is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs process in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
@@ -98,7 +98,7 @@ Way: TypeAlias = tuple[Tile, bool]
 
 
 class Factor(NamedTuple):
-    """Weights side by side with the same columns, and the number of pieces that the columns of each are cut into."""
+    """Weights side by side with the same columns, and the number of pieces that each weight's columns are cut into."""
 
     weights: tuple[Tensor, ...]
     pieces: tuple[int, ...]
@@ -140,9 +140,10 @@ def project_back(
     *,
     full_rows: int | None = None,
 ) -> Tensor:
-    """Return linear(x, weight, bias), plus residual [M, N] if there is one, rounded twice: [M, N].
+    """Return linear(x, weight, bias), plus residual [M, N] if given: [M, N]. The product is rounded before the residual
+    is added, and the sum is rounded again.
 
-    Raise ConfigError unless `pieces`, as in `Backend.project_back`, is 1. `k_splits` cuts K independently of it.
+    Raise ConfigError unless `pieces`, as in `Backend.project_back`, is 1. `k_splits` cuts K independently of `pieces`.
     """
     check_pieces(pieces)
     return _linear(x, weight, bias, residual, x.dtype, full_rows)
@@ -188,7 +189,7 @@ def _linear(
     dtype: torch.dtype,
     full_rows: int | None,
 ) -> Tensor:
-    """Return the product in this dtype, finished as in `_finish`."""
+    """Return the product in this dtype, with the epilogue of `_finish`."""
     x, factor = aligned(x), factor_of((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     # A pointer must be valid even if the kernel does not read it.
@@ -208,7 +209,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the fastest way, by the model, to compute a product with this many tokens."""
+    """Return the fastest way to compute a product with this many tokens, by the cost model."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -219,7 +220,9 @@ def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> W
 
 
 def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
-    """Return all ways to multiply such weights side by side, with the same bits. `pieces`: the most of any weight."""
+    """Return all ways to multiply such weights side by side; all give the same bits. `pieces`: the most of any
+    weight.
+    """
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
     if columns % 8:
@@ -233,7 +236,7 @@ def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: i
     """Return the key that orders ways: modelled seconds, then token tiles if there are few tokens, then the tile's
     size.
 
-    The seconds are those of an H100 for the product in this many parts: the time of the slowest resource, plus folding.
+    The seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus folding.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
@@ -273,14 +276,14 @@ def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
 
 
 def unit(size: int) -> int:
-    """Return the largest power of two up to 128 that divides `size`. It lets kernels load and store many elements at
+    """Return the largest power of two up to 128 that divides `size`. Kernels can load and store a whole unit at
     once.
     """
     return math.gcd(size, 128)
 
 
 def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: Tensor, **constants: Any) -> None:
-    """Launch a kernel on x, the weights and others, which sums and finishes the products of x with each weight."""
+    """Launch a kernel that sums and finishes the products of x with each weight."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
     width_unit = unit(features)
     numbers = (tokens, features // width_unit, columns // unit(columns), factor.piece_lengths[0])
@@ -297,7 +300,9 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
 
 
 def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
-    """Return products of x with one to three weights side by side: a part for each piece if `apart`, else one part."""
+    """Return the products of x with one to three weights side by side. With `apart`, each piece has its own part;
+    otherwise there is one part.
+    """
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights without rows, which no program reads
@@ -313,16 +318,18 @@ def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
 
 @device_function
 def _tile_of_program():
-    """Return (token tile, feature tile) of this program. Programs that run at the same time read the same data."""
+    """Return (token tile, feature tile) of this program. Programs that run at the same time share token and feature
+    tiles.
+    """
     return tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _SWIZZLE)
 
 
 @device_function
 def _row(base_ptr, row, rows, columns):
-    """Return where rows of a matrix [rows, columns] begin. Rows past its end wrap around, and their results are not
+    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around; their results are not
     stored.
 
-    They are different rows, since otherwise every program would read one line of memory again and again.
+    Clamping instead of wrapping would make every program read the same line of memory again and again.
     """
     return base_ptr + (row % rows).to(tl.int64) * columns
 
@@ -334,7 +341,7 @@ def _token_rows(x_ptr, places, tokens, columns):
 
 @device_function
 def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
-    """Return the tokens of a tile, and those of its second accumulator, or the same tokens again if there is none."""
+    """Return the tokens of both accumulators of a tile. Without a second accumulator, return the same tokens twice."""
     first = tile * (TOKENS + MORE)
     token = first + tl.arange(0, TOKENS)
     more = token
@@ -349,7 +356,7 @@ def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.cons
     tokens].
 
     `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`, and so is `stop` unless it equals `columns`.
-    Without `MORE`, the second sums are zeros.
+    Without `MORE`, the sums of the second accumulator are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]
@@ -373,8 +380,8 @@ def _zeros(w_row, x_rows):
 
 @device_function
 def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Load a tile of `DEPTH` columns, with 0 where it is not `inside`. No mask is needed if `UNIT` is a multiple of
-    `DEPTH`.
+    """Load a tile of `DEPTH` columns, with 0 for elements that are not `inside`. No mask is needed if `UNIT` is a
+    multiple of `DEPTH`.
     """
     if UNIT % DEPTH == 0:
         return tl.load(tile_ptr)
@@ -439,7 +446,9 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 @device_function
 def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
-    """Return gate_mul of the upper and the lower half of a tile. Both are first rounded to the dtype of `out_ptr`."""
+    """Return gate_mul of the upper and the lower half of a tile. Gate and up are first rounded to the dtype of
+    `out_ptr`.
+    """
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
     return gate_mul_tile(gate, up, ACTIVATION)
@@ -486,7 +495,7 @@ def _finish(
     """Store sums at (token, feature) of out [tokens, features] in its dtype, where `inside` is true.
 
     With `BIAS`, a bias [features] is added before rounding. With `RESIDUAL`, a residual [tokens, features] is added
-    after.
+    after rounding.
     """
     at = tl.cast(token, tl.int64) * features + feature
     if BIAS:
@@ -518,7 +527,9 @@ def _linear_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in units."""
+    """One tile of a product over all pieces, with the epilogue. `features`, `columns` and `piece` are counted in
+    units.
+    """
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
@@ -592,7 +603,9 @@ def _parts_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of the product with a, b or c, which lie side by side in parts: one piece (`APART`), or all of them."""
+    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. In the parts, the products of a, b
+    and c lie side by side.
+    """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()
     places = _places(tiles[0], TOKENS, MORE)
@@ -645,7 +658,7 @@ def _fold_kernel(
 def _fold_gate_up_kernel(
     parts_ptr, out_ptr, tokens, features, ACTIVATION: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Fold the parts of one token, gate and up side by side, and store gate_mul of the two."""
+    """Fold the parts of one token, gate and up side by side, and store gate_mul of gate and up."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

@@ -1,19 +1,19 @@
 """Gated delta nets: the convolution, and the recurrence token by token.
 
-Owns which program computes what, and the order of every sum. Both ops do the same arithmetic in the same order for
-prompts and decodes, so the result does not depend on where chunks end.
+Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
+in the same order for prompts and decodes, so results do not depend on the ends of chunks.
 
-- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of its state, which are independent
-  of the other columns. It holds that part of the state in registers while it processes the sequence's tokens, and loads
-  the next token while it computes the current one. There is one tile, of one warp, so a sum over keys has the order of
-  that tile's layout. Fewer programs, with more columns, would leave most of a GPU idle for a single prompt. 8 float32
-  values are the least that memory reads at once.
-- The convolution: a program takes some rows of one sequence and some channels. It sums each element separately, from
-  the oldest token on. The program of a sequence's first rows, the only one that reads the old tail, also writes the new
-  one.
+- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of the state; columns are
+  independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
+  next token while it computes the current token. Every program has the same tile, of one warp, so the layout of this
+  tile fixes the order of a sum over keys. More columns per program would leave most of a GPU idle for a single prompt.
+  Fewer than 8 columns would waste reads, since memory reads at least 8 float32 values at once.
+- The convolution: a program takes some rows of one sequence and some channels. The program sums each element
+  separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
+  new tail. No other program reads the old tail.
 
-Each kernel has two forms: one for batches in which every sequence has one row, and one for all other batches. The first
-form computes the places of rows itself and needs no tensor for them, so a CUDA graph can hold it.
+Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. The
+first form computes the places of rows in the kernel, without a tensor of places, so a CUDA graph can capture this form.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .launch import aligned, device_function, exact_jit, launch
 from .products import gate_mul_tile
 
 COLUMNS = 8
-# (rows and channels of a program, warps), for a convolution in which every sequence has one row, and for others.
+# (rows and channels of a program, warps), for convolutions with one row per sequence, and for all other convolutions.
 SINGLE, SEVERAL = (1, 512, 2), (MOST_KERNEL_SIZE - 1, 128, 4)
 _L2_EPS = tl.constexpr(L2_EPS)
 
 
 class _Places(NamedTuple):
-    """The places of a batch's rows. The tensors are int64, and are not read unless `listed`.
+    """The places of a batch's rows. The tensors are int64, and are read only if `listed`.
 
     `pieces`: [n, 2], sequence and first row of the rows that each program of a convolution takes. `starts`:
     `query_starts`.
@@ -104,7 +104,7 @@ def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cu
     """Return the places of a batch, made once for all layers; None if every sequence has one row.
 
     The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows also
-    has a piece, since a program must write its tail.
+    has a piece, since a program must write the sequence's tail.
     """
     if starts == tuple(range(len(starts))):
         return None
@@ -162,7 +162,7 @@ def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
 
 @device_function
 def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Return elements of a sequence's rows, and of its tail for rows before its first, where `inside` is true.
+    """Return elements of a sequence's rows where `inside` is true. Rows before the first row are read from the tail.
 
     `x`: pointers to the first row and to all tails, and the slot of the sequence's tail.
     """
@@ -176,7 +176,7 @@ def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.co
 
 @device_function
 def _move_tail(x, slot, count, channel, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Store the last rows of a sequence in a slot, which may be the one that its tail is read from."""
+    """Store the last rows of a sequence in a slot, possibly the slot of its old tail."""
     KEPT: tl.constexpr = KERNEL - 1
     place = tl.arange(0, triton.next_power_of_2(KEPT))[:, None]  # type: ignore[reportArgumentType]
     inside = (place < KEPT) & (channel < CHANNELS)

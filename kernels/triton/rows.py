@@ -1,14 +1,14 @@
-"""Kernels that process each row by itself: norms, activations, rotations, writes to the cache, and the epilogue of the
+"""Kernels that process each row separately: norms, activations, rotations, writes to the cache, and the epilogue of the
 products of q, k and v. The products themselves are in products.py.
 
-A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates each element of one half
-with its counterpart in the other. Norms sum a row in an order that is written out here, neighbours first, so that no
-layout of the compiler can change it. So the norm of a head has the same bits wherever it is computed. Everything else
-is elementwise, in float32.
+A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
+counterpart in the other half. Norms sum a row in an explicit order, neighbours first, which does not depend on the
+compiler's layouts. The norm of a head therefore has the same bits in every kernel. All other steps are elementwise, in
+float32.
 
-Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element is
-stored as 0, and the token's k of that head as NaN, as it also is if k itself holds a non-finite element. So only
-queries that see the token become NaN. To other queries it is a finite v with weight zero.
+Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element of v is
+stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
+results of queries that see this token become NaN. For all other queries, this token has a finite v with weight zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ACTIVATION_TILE = 1024
 def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     """Divide x [M, H] by its root mean square, round to the dtype, and multiply by weight [H]: [M, H].
 
-    If zero-centered, the quotient is not rounded; it is multiplied by 1 + weight in float32 and rounded once.
+    With a zero-centered norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded.
     """
     x, weight = aligned(x), aligned(weight)
     out = torch.empty_like(x)
@@ -52,7 +52,9 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]; the rest stays unchanged: [M, heads, D]."""
+    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]: [M, heads, D]. Elements from 2 P on stay
+    unchanged.
+    """
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:
         return torch.cat((rope(x[..., :turned], rotation), x[..., turned:]), dim=2)
@@ -85,8 +87,8 @@ def qkv_epilogue(
     `write_kv` does.
 
     `parts`: float32 [pieces, M, (heads + 2 * kv_heads) * D], sums over pieces of K, with q, k and v side by side.
-    `qk_norms` ([D] each) and `norm`: the norms of each head of q and of k, or None. The other arguments are those of
-    `Backend.qkv`.
+    `qk_norms`: the norm weights [D] of q's heads and of k's heads, or None. `norm`: the spec of both norms, or None.
+    The other arguments are documented at `Backend.qkv`.
     """
     pieces, rows, columns = parts.shape
     kv_heads, size = k_cache.shape[2:]
@@ -159,7 +161,7 @@ def _qkv_epilogue_kernel(
     NORMS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """One program for each row and head of q, and one for each row and key-value head, which takes both k and v."""
+    """One program for each row and head of q, and one for each row and key-value head, which handles both k and v."""
     row = (tl.program_id(0) // (HEADS + KV_HEADS)).to(tl.int64)
     head = tl.program_id(0) % (HEADS + KV_HEADS)
     parts = parts_ptr, rows, row
@@ -209,7 +211,7 @@ def _fold_head(
 def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     """Divide halves by the root mean square of the row, round to the weight's dtype, and multiply by the weight.
 
-    If `ZERO_CENTERED`, the quotient is not rounded, and is multiplied by 1 + the weight.
+    If `ZERO_CENTERED`, multiply the unrounded quotient by 1 + the weight.
     """
     squares = sum_in_pairs(x[0] * x[0] + x[1] * x[1])
     scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)

@@ -220,7 +220,7 @@ def test_an_adapter_around_another_is_refused(folders: dict[str, Path]) -> None:
 def test_a_separate_head_is_refused_if_the_config_ties_it(folders: dict[str, Path]) -> None:
     configs: list[dict[str, Any]] = [dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])]
     for config in configs:
-        with pytest.raises(AlignmentError, match="lm_head is trained apart from the embedding"):
+        with pytest.raises(AlignmentError, match="lm_head is trained separately from the embedding"):
             align(adapt(folders["qwen3"], **config))
 
 

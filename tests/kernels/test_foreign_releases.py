@@ -70,7 +70,7 @@ def test_a_cache_is_refused_by_either_of_its_names(folder: Path, part: str, argu
 
 def test_generate_is_refused_since_there_is_no_cache(folder: Path) -> None:
     model = load(folder, is_aligned=True)
-    with pytest.raises(AlignmentError, match="^(past_key_values|cache): .* KV cache, which `generate` needs"):
+    with pytest.raises(AlignmentError, match="^(past_key_values|cache): .* KV cache; call `generate` with use_cache"):
         model.generate(IDS, max_new_tokens=2)
     assert model.generate(IDS, max_new_tokens=2, use_cache=False).shape == (2, 12)
 
@@ -130,7 +130,7 @@ def test_a_rotation_with_one_more_argument_is_refused(monkeypatch: pytest.Monkey
         describe(raw)
     assert "the rotation linear takes config, device, layer_type, seq_len, sharpness" in str(refused.value)
     monkeypatch.delitem(ROPE_INIT_FUNCTIONS, "linear")
-    with pytest.raises(ModelError, match="the rotation linear takes nothing, as it is missing"):
+    with pytest.raises(ModelError, match="the rotation linear takes nothing, since it is missing"):
         describe(raw)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a push with adapters must carry. Imports no torch."""
+"""The tensors that a push with adapters must contain. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .manifest import Adapters, Parameters, Shape, describe_unknown, factor_name
 MOST_OF_WEIGHTS = 4
 """Limit on the elements of all A and B together, as a multiple of the elements of all weights.
 
-It bounds the memory that a rank in a message can claim. There is no limit for a single weight: if a weight has one row,
-such as a gate, its A alone has more elements than the weight."""
+The limit bounds the memory that the ranks in a message can claim. A single weight has no limit: for a weight with one
+row, such as a gate, A alone has more elements than the weight.
+"""
 
 
 @dataclass(frozen=True)
 class Adapted:
     """The `Parameters` of a push with adapters.
 
-    An adapters-only push carries only the parameters that `Adapters.base` does not list; any other push carries all
-    parameters. Both carry A and B for each weight with an adapter.
+    An adapters-only push contains only the parameters that `Adapters.base` does not list. Any other push contains all
+    parameters. Each push with adapters also contains A and B for each adapted weight.
     """
 
     dtype: str
@@ -35,7 +36,7 @@ class Adapted:
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """Return the tensors that a push with `adapters` must carry for a worker that wants `wanted` without adapters.
+    """Return the tensors that a push with `adapters` must contain for a worker that wants `wanted` without adapters.
 
     Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in an
     adapters-only push, or if A and B have too many elements together.

@@ -1,10 +1,10 @@
-"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must carry.
+"""The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must contain.
 
 Owns the vocabulary that publisher, protocol and receiver share, the texts of errors about names, and the checksum of
-host memory. A push carries every parameter of the model exactly once, whole or in parts, in the dtype in which the
-worker holds it. An adapters-only push carries only some parameters, and lists the parameters that stay unchanged.
-Tensors are cut into pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded
-size. Imports no torch.
+host memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker
+uses. An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut
+into pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_UNDER_WAY = 2
 MAX_NAME_CHARS = 512
 MAX_PATH_CHARS = 4096
 MOST_PIECES = 8192
-"""Limit on the pieces in a bucket. It bounds the length of the bucket's message."""
+"""Limit on the pieces in a bucket, and thereby on the length of the bucket's message."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 LAST_VERSION = 2**63 - 2
@@ -72,7 +72,7 @@ class Rows(_Part):
 class Elements(_Part):
     """Changed elements of the tensor `name`: `count` ascending flat indices (int32), then `count` values.
 
-    `total`: the number of changed elements of the tensor in the whole push, over all its pieces; 0 if it is unchanged.
+    `total`: the number of changed elements of the tensor in the whole push, over all pieces; 0 for an unchanged tensor.
     """
 
     kind: Literal["elements"] = "elements"
@@ -89,10 +89,11 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 
 
 class Bucket(_Part):
-    """`num_bytes` bytes that travel together, and their pieces. `index`: number of the bucket in its push, from 0.
+    """`num_bytes` bytes that are sent together, and their pieces. `index`: number of the bucket in its push, from 0.
 
     In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
-    checksum of all its bytes instead, gaps between pieces included: `word_sum` (see `tensors.word_sum`).
+    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gaps between
+    pieces.
     """
 
     index: Count
@@ -147,8 +148,8 @@ class DiskSource(_Part):
 class LentSource(_Part):
     """The staged weights of another worker of the same `kin`, lent for this worker to map without a copy.
 
-    They are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as descriptor
-    `fd`. The source has no buckets.
+    The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
+    descriptor `fd`. The source has no buckets.
     """
 
     kind: Literal["lent"] = "lent"
@@ -168,7 +169,7 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. Slow if there can be many errors."""
+    """Return the location and message of the first validation error, shortened. Slow for data with many errors."""
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 
@@ -214,12 +215,12 @@ def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
 
 
 class Adapters(_Part):
-    """The adapters of a push. Each adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]; see
+    """The adapters of a push. Each adapter adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]; see
     `Backend.merge`.
 
-    `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push that
-    carries every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not carry.
-    For those the worker uses its own values from before adapters, and their bytes must have these checksums.
+    `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push with
+    every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. The
+    worker uses its own values of these parameters from before adapters, and these values must have the given checksums.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]
@@ -227,7 +228,7 @@ class Adapters(_Part):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this push is adapters-only: it carries no base weights."""
+        """Return whether this push is adapters-only, that is, without base weights."""
         return self.base is not None
 
 
@@ -258,10 +259,10 @@ _MOST_WORDS = 32
 
 
 class Parameters(Protocol):
-    """The parameters that a push must carry.
+    """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters with a different dtype. `parts`: parts that may come
-    instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters that differ from `dtype`. `parts`: parts that may
+    come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
     """
 
     @property
@@ -279,7 +280,9 @@ class Parameters(Protocol):
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
-    """Raise PushError unless `names` has every parameter exactly once: its own name or the names of all its parts."""
+    """Raise PushError unless `names` lists every parameter exactly once, by the parameter's name or by the names of all
+    parts.
+    """
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):
@@ -295,18 +298,18 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
 
 
 def spellings_of(wanted: Parameters) -> Spellings:
-    """Return the names under which parameters may come."""
+    """Return the names under which parameters may be sent."""
     return Spellings(wanted.shapes, wanted.parts)
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return `Parameters.dtypes` under every name of these parameters and their parts."""
+    """Return the own dtypes of parameters (`Parameters.dtypes`), by the names of the parameters and of their parts."""
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:
-    """Return an error text for a name that is not a parameter, with what to do."""
+    """Return an error text for a name that is not a parameter, with advice."""
     if name in wanted.tied:
         return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send only that tensor"
     if name in wanted.ignored:
@@ -323,8 +326,8 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
 def describe_tie(name: str, other: str) -> str:
     """Return an error text for a tensor that differs from the tensor to which the worker has tied it."""
     return (
-        f"tensor {name}: differs from {other}, but the worker has tied the two; tie them in the trainer too, or serve "
-        "a model with a config.json that does not tie them"
+        f"tensor {name}: differs from {other}, but the worker ties these tensors; tie them in the trainer too, or "
+        "serve a model with a config.json that does not tie them"
     )
 
 

@@ -29,15 +29,15 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. It ends any push that is still in progress.
+    """Call that begins a push of weights. This call ends a push that is still in progress.
 
-    - `base`: id of the push that the changed elements are relative to; None if every tensor comes whole.
-    - `adapters`: adapters that are added to the weights of this push or, in a push of adapters alone, to the weights
-      that the worker had before adapters.
-    - `allow_older`: accept a version that is not later than the served one.
-    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates nothing
-      from the time the source is open until the commit.
-    - `in_flight`: with `in_place`, what happens to running requests. `drain` may take `drain_timeout` seconds.
+    - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
+    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
+      to the worker's weights from before adapters.
+    - `allow_older`: accept a version that is not later than the served version.
+    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates no
+      tokens between the opening of the source and the commit.
+    - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
     - `timeout`: limit on every other wait in this push, in seconds.
     """
@@ -60,12 +60,14 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push carries every tensor whole, and no adapters."""
+        """Return whether the push sends every tensor whole, and no adapters."""
         return self.base is None and self.adapters is None
 
 
 class StageBucket(Message):
-    """Call that announces a bucket. The reply says that its bytes were copied and are correct, so its slot is free."""
+    """Call that announces a bucket. A successful reply means that the bytes are correct and copied, and that the slot
+    is free.
+    """
 
     type: Literal["stage_bucket"] = "stage_bucket"
     id: Id
@@ -96,7 +98,9 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. An unknown push counts as aborted. A committed push stays committed: see the reply."""
+    """Call that aborts a push. Aborting an unknown push is a no-op. A committed push stays committed, as the reply
+    shows.
+    """
 
     type: Literal["abort_push"] = "abort_push"
     id: Id
@@ -109,18 +113,17 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """The parameters that a push must carry, and which weights the worker serves.
+    """The parameters that a push must contain, and the weights that the worker serves.
 
     - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: for each stack of matrices (one for each expert) that may come in parts instead: the names of the parts
-      of one matrix, in the order of their rows. All parts have the same number of rows. `{}` stands for the number of
-      the expert.
-    - `tied`: names that are copies of a parameter, with the name of that parameter. `ignored`: further names that may
+    - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
+      of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
+    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: further names that may
       be left out.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
-    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot.
+    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot share memory.
     - `instance`: see `Health`.
     """
 
@@ -142,9 +145,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state`, `weight_version`: state and version of the worker. `pause_seconds`: how long the commit kept the engine
-    from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push with
-    `lends`.
+    `state`, `weight_version`: state and version of the worker. `pause_seconds`: the time for which the commit kept the
+    engine from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push
+    with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"

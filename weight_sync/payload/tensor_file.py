@@ -2,7 +2,7 @@
 
 Owns the checks of the header, which is read once. Does not own the file. Promises that every length and offset is
 checked before it is used, and that a truncated file raises an error. The file is read with system calls, during which
-other threads run. It is never mapped, since access to a missing part of a mapped file would kill the process.
+other threads run. The file is never mapped, since access to a missing part of a mapped file would kill the process.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: dtypes of the tensors that must have a different
-    dtype, by name. `entries`: the tensors in the order of their bytes.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must not
+    have `dtype`. `entries`: the tensors in the order of their bytes.
 
-    Raise PushError with `path` if this is not a whole safetensors file with such tensors, or if its header has more
-    than `max_header_bytes`.
+    Raise PushError, which names `path`, if the file is not a whole safetensors file with tensors of these dtypes. Also
+    raise PushError if the header has more than `max_header_bytes`.
     """
 
     def __init__(self, file: FileIO, path: Path, dtype: str, dtypes: Mapping[str, str], max_header_bytes: int) -> None:
@@ -69,7 +69,9 @@ class TensorFile:
         self._check_layout(dtype, dtypes, size - self._start)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if they cannot be read."""
+        """Return the bytes of a tensor in new memory: uint8 [num_bytes]. Raise PushError if the bytes cannot be
+        read.
+        """
         return torch.from_numpy(self._read(self._start + entry.data_offsets[0], entry.num_bytes))
 
     def _read(self, offset: int, num_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Tensors as bytes: the dtypes in which weights travel, views without copies, and checksums on any device."""
+"""Tensors as bytes: the dtypes of pushes, views without copies, and checksums on any device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ INDEX_DTYPE = torch.int32
 _CHUNK_ELEMENTS = 2**20
 _BITS = {2: torch.int16, 4: torch.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-"""The bits of infinity. Without the sign bit, NaNs are greater and finite numbers are smaller."""
+"""The bits of infinity. Without the sign bit, the bits of a NaN are greater than the bits of infinity, and the bits of
+a finite number are smaller.
+"""
 _CACHED_BYTES = 2**18
-"""Bytes that are checked at a time. They stay in a core's cache, so that three reads cost as much as one."""
+"""Number of bytes checked at a time. A chunk of this size stays in a core's cache, so three reads cost as much as one
+read.
+"""
 _WORD_BYTES = 8
 _CHUNK_WORDS = 2**21
-"""Words that are hashed at a time. Hashing takes three times their memory."""
+"""Number of words hashed at a time. Hashing takes three times the memory of these words."""
 # The increment of SplitMix64, and the (shift, factor) pairs of its output function, as signed numbers.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -30,7 +34,7 @@ _LAST_SHIFT = 31
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with this name. Raise ConfigError if weights cannot travel in it."""
+    """Return the dtype with this name. Raise ConfigError if a push cannot have this dtype."""
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r:.80} is not supported; serve the model in one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -68,7 +72,8 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     """Return whether numbers with these bits are all finite. `infinity`: the bits of infinity."""
-    # As unsigned integers, negative infinity and negative NaNs are the largest; as signed integers, the positive ones.
+    # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
+    # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
     return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
 

@@ -1,5 +1,5 @@
 """The trainer's side of a push.
 
-Owns: what is sent, in which buckets, and the transaction with all workers. Does not own: the trainer's tensors, or the
-clients that call the workers (`rollout.publisher`).
+Owns: the content of a push, its buckets, and the transaction with all workers. Does not own: the trainer's tensors, or
+the clients that call the workers (`rollout.publisher`).
 """

@@ -26,7 +26,9 @@ class Checksums:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor; `tensor` itself if not sharded."""
+        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor, or `tensor` itself if it is not
+        sharded.
+        """
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
             self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))
@@ -36,8 +38,8 @@ class Checksums:
 class AdaptedTensors(Protocol):
     """A PEFT model's tensors and adapters, under the names that workers know.
 
-    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained whole. `adapters`: for the
-    name of each weight [N, K] with an adapter, (A [R, K], B [N, R], scale of their product).
+    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained whole. `adapters`: maps the
+    name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
     """
 
     @property
@@ -49,11 +51,11 @@ class AdaptedTensors(Protocol):
 
 
 class TrainerAdapters:
-    """The tensors that a push of a PEFT model sends: with `alone` its adapters and `modules_to_save`, else all tensors.
+    """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, under the names that workers know. `tensors`: the base weights that are not sent, then
-    `sent`; every rank of the trainer gathers them in this order. Raise PushError if `alone` is set and no adapter is
-    enabled.
+    `sent`: the tensors to send, under the names that workers know. `tensors`: the base weights that are not sent,
+    followed by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
+    no adapter is enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:
@@ -70,7 +72,7 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the adapters' description for workers that want these parameters.
 
-        Consumes the base weights from `tensors`, and leaves it at the tensors to send. Raise PushError for names that
+        Consumes the base weights from `tensors`, so that the tensors to send come next. Raise PushError for names that
         the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:

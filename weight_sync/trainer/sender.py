@@ -4,13 +4,14 @@
   multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut where a cut is
   allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not be cut. No bucket has
   more than `MOST_PIECES` pieces.
-- `Outbox` tracks which of two slots is free: one is filled while the other is in flight. It copies each tensor once,
-  straight into its slot, and converts dtype and device on the way.
+- `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
+  slot. The copy also converts dtype and device.
 - `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
   adapters.
 
-Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. It keeps no reference
-to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the workers' dtypes.
+Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
+module keep no reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the
+workers' dtypes.
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ from .transaction import PushSettings, Transaction
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
-"""Sizes of buckets in host memory: the fastest sizes in measurements. More shared memory costs more than more messages,
-while a broadcast costs less per byte the longer it is."""
+"""Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets cost more than the
+extra messages of small buckets. A broadcast costs less per byte with larger buckets.
+"""
 GPU_BUCKET_BYTES = 64 * 2**20
-"""Size of buckets in GPU memory. Two exist at a time, and each costs a round of messages."""
+"""Size of buckets in GPU memory. Two buckets exist at a time, and each bucket costs a round of messages."""
 ADAPTER_BUCKET_BYTES = 2**20
-"""Size of buckets in an adapters-only push. In larger buckets all adapters would fit into one, and nothing overlap."""
+"""Size of buckets in an adapters-only push. With larger buckets, all adapters would fit into one bucket, and no
+transfers would overlap.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Cut:
 
 
 class Packer:
-    """Packs objects one after the other. Stores only where the last object ends."""
+    """Packs objects one after the other. The only state is the end of the last object."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -127,7 +131,7 @@ class Packer:
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
     """Return the layout of a tensor: number of rows, bytes of a row, and the multiple of rows at which it may be cut.
 
-    A row of a stack of matrices is one of the matrices.
+    In a stack of matrices, each matrix is one row.
     """
     return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
 
@@ -174,7 +178,7 @@ class Outbox:
             self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Send the changed elements of a tensor. There may be none."""
+        """Send the changed elements of a tensor. The list may be empty."""
         total, dtype = len(indices), self._dtype_of(name)
         for cut in self._packer.place(total, INDEX_DTYPE.itemsize + dtype.itemsize):
             chosen = slice(cut.start, cut.start + cut.length)
@@ -227,7 +231,8 @@ class Outbox:
 
 def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
     if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
-        # A plain copy does not use torch's threads. They would take cores that the worker's side needs at the time.
+        # A plain copy does not use torch's threads, which would take cores that the worker's side needs at the same
+        # time.
         np.copyto(place.numpy(), raw_bytes(rows))
     else:
         place.view(dtype).view(rows.shape).copy_(rows)
@@ -239,7 +244,7 @@ class _Sent:
 
     `copy`: the weights that sparse pushes are compared with. `committed`: id of the push that `copy` holds; None if
     that push was not committed. `checksums`: checksums of the weights that adapters are added to. `whole_folder`: the
-    folder with the last push of all weights, to which the adapters in later folders are added.
+    folder of the last push of all weights. Adapters in later folders are added to these weights.
     """
 
     copy: ServedCopy | None = None
@@ -249,7 +254,7 @@ class _Sent:
 
 
 class WeightSender:
-    """Sends weights by `transport`. `folder`: for `disk` only. For the other parameters see `WeightPublisher`."""
+    """Sends weights by `transport`. `folder`: for `disk` only. See `WeightPublisher` for the other parameters."""
 
     def __init__(
         self, transport: Transport, settings: PushSettings, *, folder: Path | None, host: str, is_sparse: bool
@@ -271,13 +276,13 @@ class WeightSender:
         allow_older: bool,
         adapters: TrainerAdapters | None,
     ) -> PushResult:
-        """Make these workers serve the tensors, or with `adapters` the tensors that `adapters` sends.
+        """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
 
         `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors; with `adapters`, over
         `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
-        # Each worker adds adapters to its own weights, so there is no complete set to lend.
+        # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
         common = _common(workers, replies)
@@ -322,7 +327,9 @@ class WeightSender:
 
     @property
     def _may_lend(self) -> bool:
-        """Return whether workers may share memory. Not in sparse pushes: each changed element would copy its page."""
+        """Return whether workers may share memory. False for sparse pushes, since each changed element would copy its
+        page.
+        """
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
@@ -371,7 +378,7 @@ class WeightSender:
         return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
-        """Keep a process group's buffers for the next push. Call it when no transfer from them is in flight."""
+        """Keep a process group's buffers for the next push. No transfer from these buffers may be in flight."""
         if self._transport == "collective":
             self._buffers = slots.slots
 
@@ -446,7 +453,7 @@ class _Load:
         for name, tensor in self.tensors:
             if self._checklist.take(name, tensor):
                 put(name, tensor)
-            del tensor  # frees it before the next one is gathered
+            del tensor  # frees the memory before the next tensor is gathered
         self._checklist.finish()
 
 
@@ -468,7 +475,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """Map the position of each worker that borrows memory to that of its lender: the first worker of its kin."""
+    """Map the position of each borrower to the position of its lender, which is the first worker of the same kin."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))

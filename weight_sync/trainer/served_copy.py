@@ -1,7 +1,8 @@
 """A copy of the weights that the workers served last, kept in the trainer to find the elements that changed.
 
-Owns the copy, which has all weights in the workers' dtypes: this is the cost of sparse pushes. Comparisons are bitwise,
-so that -0.0 replaces 0.0, and a NaN replaces a NaN only if its bits differ.
+Owns the copy. The copy takes the memory of all weights in the workers' dtypes, which is the cost of sparse pushes.
+Comparisons are bitwise: a change from 0.0 to -0.0 is sent, and a change from NaN to NaN is sent only if the bits
+differ.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _MAX_ELEMENTS = 2**31
 
 
 class ServedCopy:
-    """A copy of the tensors that workers want. Its content is undefined until `replace` has been called for all of
-    them.
+    """A copy of the tensors that workers want. The content is undefined until `replace` has been called for every
+    tensor.
     """
 
     def __init__(self, wanted: Parameters) -> None:
@@ -37,7 +38,7 @@ class ServedCopy:
         return self._tensors[part.stack][part.expert].narrow(0, part.start, part.shape[0])
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor or part, and return the copy, which has the workers' dtype."""
+        """Copy a tensor or part, and return the copy in the workers' dtype."""
         return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -71,7 +72,9 @@ def _kind(wanted: Parameters) -> tuple[object, ...]:
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the ascending indices of unequal elements. Compares eight bytes at a time first, since few differ."""
+    """Return the ascending indices of unequal elements. Compares eight bytes at a time first, since few elements
+    differ.
+    """
     per_word = 8 // a.itemsize
     whole = len(a) // per_word * per_word
     words = np.flatnonzero(a[:whole].view(np.int64) != b[:whole].view(np.int64))

@@ -1,4 +1,4 @@
-"""The calls that a push makes to its workers. `rollout` implements them with its clients."""
+"""The calls that a push makes to its workers. `rollout` implements these calls with its clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PushTargets(Protocol):
     def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
         """Send each worker its call, or all workers the same call.
 
-        The future has the replies in the order of the workers. It raises WorkerFailure as soon as one worker fails.
+        The future has the replies in the order of the workers. The future raises WorkerFailure as soon as one worker
+        fails.
         """
         ...
 

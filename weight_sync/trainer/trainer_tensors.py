@@ -1,13 +1,14 @@
-"""The trainer's tensors: gathered one at a time, checked against the workers' parameters, with a result for every rank.
+"""Gather the trainer's tensors one at a time, check them against the workers' parameters, and share a push's result.
 
-- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded ones. It owns the order of
-  the gathers, which is the same on every rank of the trainer. It keeps no tensor that it has returned, and uses the
-  trainer's default process group only if tensors are sharded.
-- `Checklist` checks names, shapes and tied values. It keeps names and checksums, but no tensors.
-- `push_on_all_ranks` pushes on rank 0, which also takes part in the remaining gathers and sends the result of the push
-  to the other ranks in one message. The other ranks take part in the gathers, and return or raise the same.
+- `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded tensors. `TrainerTensors`
+  owns the order of the gathers, which is the same on every rank of the trainer. `TrainerTensors` keeps no reference to
+  a returned tensor, and uses the trainer's default process group only for sharded tensors.
+- `Checklist` checks names, shapes and tied values. `Checklist` keeps names and checksums, but no tensors.
+- `push_on_all_ranks` pushes on rank 0. Rank 0 also takes part in the remaining gathers, and sends the result of the
+  push to the other ranks in one message. The other ranks take part in the gathers, and return or raise the result of
+  rank 0.
 
-Does not own: what is sent.
+Does not own: the choice of the tensors to send.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ WORD_BYTES = 8192
 class TrainerTensors:
     """An iterator of (name, whole tensor).
 
-    `mapping`: the tensors by name if they are known in advance, else None. `is_broken`: True once the iterable has
-    raised an error and gives no more tensors.
+    `mapping`: all tensors by name if known in advance, else None. `is_broken`: True once the iterable has raised an
+    error and gives no more tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -81,7 +82,7 @@ class TrainerTensors:
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Return whether this process only takes part in gathers.
 
-        This is so on any rank but 0, if the tensors are sharded or the rank has no workers of its own.
+        The result is True on ranks other than 0, if the tensors are sharded or the rank has no workers.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -91,12 +92,12 @@ class TrainerTensors:
         return is_sharded(self._peek())
 
     def device(self) -> torch.device:
-        """Return the device of the first tensor; the host if there is no tensor."""
+        """Return the device of the first tensor; without tensors, return the host."""
         first = self._peek()
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. Return an invalid item unchanged; None if none is left."""
+        """Return the next tensor without consuming it. Return an invalid item unchanged, and None at the end."""
         try:
             item = self._next()
         except StopIteration:
@@ -134,7 +135,7 @@ class TrainerTensors:
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside its wrappers, in which the tensors have Hugging Face names."""
+    """Return the module inside its wrappers. The tensors of the inner module have Hugging Face names."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
@@ -152,7 +153,7 @@ def check_is_tensor(name: object, value: object) -> None:
 
 
 def can_be_read_again(tensors: Tensors) -> bool:
-    """Return whether this process alone can iterate over the tensors twice."""
+    """Return whether this process can iterate over the tensors twice without the other ranks."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.state_dict()
     return isinstance(tensors, Mapping) and not any(is_sharded(tensor) for tensor in tensors.values())
@@ -164,7 +165,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def memory_of(tensor: Any) -> tuple[object, ...]:
-    """Return a key that is equal for two tensors with the same elements in the same memory, while both live."""
+    """Return a key that two live tensors share if they have the same elements in the same memory."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
 
@@ -178,10 +179,10 @@ def _rank() -> int:
 
 
 class Checklist:
-    """The tensors that have come, checked against the parameters that the workers want.
+    """Checks the pushed tensors against the parameters that the workers want.
 
-    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance; they are then checked
-    immediately. Raise PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors, if known in advance; the constructor checks them. Raise
+    PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
@@ -199,7 +200,9 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether it must be sent. Raise PushError if it is wrong or has come already."""
+        """Check a tensor. Return whether the tensor must be sent. Raise PushError if the tensor is wrong or was sent
+        before.
+        """
         self._check(name, tuple(tensor.shape))
         if name in self._seen:
             raise PushError(f"tensor {name}: was sent twice; leave one out")
@@ -242,8 +245,8 @@ class PushResult:
 
     `num_bytes`: bytes sent to each worker. `seconds`: duration of each phase. `pause_seconds`: the longest time for
     which the commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent.
-    `left_out`: addresses of lost workers that the push went on without; ranks other than 0 get at most `MOST_TOLD` of
-    them.
+    `left_out`: addresses of workers that were lost; the push continued without these workers. Ranks other than 0 get at
+    most `MOST_TOLD` addresses.
     """
 
     version: int
@@ -259,9 +262,10 @@ class PushResult:
 def push_on_all_ranks(
     tensors: Tensors, has_workers: bool, push: Callable[[TrainerTensors], PushResult | None]
 ) -> PushResult | None:
-    """Run `push`, and return or raise its result on every rank of the trainer. None: no worker needed the push.
+    """Run `push`, and return or raise its result on every rank of the trainer. Return None if no worker needed the
+    push.
 
-    A rank other than 0 does not push, and only takes part in gathers, if the tensors are sharded or it has no workers.
+    If tensors are sharded, or a rank has no workers, a rank other than 0 takes part in gathers but does not push.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

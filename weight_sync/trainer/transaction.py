@@ -1,8 +1,8 @@
 """The transaction of a push with its workers: begin, buckets, verify, commit; or abort.
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
-Does not own the content of the buckets, or how they travel. Promises that no worker commits before every worker has
-verified, and that a push which fails before the commit is aborted everywhere.
+Does not own the content of the buckets, or their transport. Promises: no worker commits before every worker has
+verified. A push that fails before the commit is aborted at every worker.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class PushSettings:
 
     @property
     def begin_timeout(self) -> float:
-        """Seconds that a worker may take to begin. A push in place may drain running requests first."""
+        """Limit in seconds for a worker to begin. A push in place may drain running requests first."""
         return self.commit_timeout if self.in_place else self.timeout
 
     @property
     def commit_timeout(self) -> float:
-        """Seconds that a worker may take to commit."""
+        """Limit in seconds for a worker to commit."""
         return self.timeout + (self.drain_timeout if self.in_flight == "drain" else 0.0)
 
 
 class Transaction:
     """A push of version `version` to `workers`.
 
-    `allow_older`: push even if the version is not later than a worker's. `borrowers`: maps the position of each worker
-    that gets no buckets to the position of its lender: the worker from which it maps the memory, once that worker has
+    `allow_older`: push even if the version is not later than a worker's. `borrowers`: maps the position of each
+    borrower to the position of its lender. A borrower gets no buckets; it maps the lender's memory once the lender has
     verified. `seconds`: duration of each phase.
     """
 
@@ -123,7 +123,8 @@ class Transaction:
     ) -> Future[list[PushStatus]]:
         """Announce the push to the workers that get buckets.
 
-        `source`: function from a worker's number among them to its source. `base`, `adapters`: see `BeginPush`.
+        `source`: function from a worker's number among these workers to the worker's source. `base`, `adapters`: see
+        `BeginPush`.
         """
         self._dtype, lenders = dtype, set(self._borrowers.values())
         calls = [self._begin(dtype, source(i), base, adapters, at in lenders) for i, at in enumerate(self._receiving)]
@@ -149,7 +150,7 @@ class Transaction:
         )
 
     def stage(self, bucket: Bucket) -> Future[list[PushStatus]]:
-        """Announce a bucket. The future is done when every worker has copied it."""
+        """Announce a bucket. The future is done when every worker has copied the bucket."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
         return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
@@ -160,7 +161,7 @@ class Transaction:
             replies = self._verify(self._receivers, self._num_buckets)
             if self._borrowers:
                 self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
-                self._verify(self._receivers, self._num_buckets)  # checks that no worker has given up meanwhile
+                self._verify(self._receivers, self._num_buckets)  # also checks that no worker has failed since
 
     def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
         borrowers, calls = self._workers.at(self._borrowers), []
@@ -195,12 +196,12 @@ class Transaction:
         return max(reply.pause_seconds or 0.0 for reply in committed)
 
     def _abort(self, failure: WorkerFailure) -> PushError:
-        """Abort everywhere. Return an error that says what each worker serves now."""
+        """Abort at every worker. Return an error that says what each worker serves now."""
         failed = [f"worker {address} failed: {error}" for address, error in failure.errors.items()]
         replies = self._abort_everywhere()
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"
         error = _kind_of(failure.errors.values())(text)
-        # A worker may also fail because the worker that was to lend it memory is lost.
+        # A borrower may also fail because its lender is lost.
         found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
         error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
         return error
@@ -215,7 +216,9 @@ class Transaction:
 
 
 def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
-    """Return the common type of the errors if it tells a trainer what to push instead, else PushError."""
+    """Return the type that all errors share, if that type tells a trainer what to push instead. Otherwise return
+    PushError.
+    """
     kinds = {type(error) for error in errors}
     return next((kind for kind in (VersionGapError, OtherBaseError) if kinds == {kind}), PushError)
 

@@ -1,4 +1,4 @@
-"""The transports that carry the bytes of a push, each with its two ends.
+"""The transports for the bytes of a push, each with a trainer's end and a worker's end.
 
 Owns: shared memory, groups, folders and handles, and the rules for their use. Does not own: the content of the bytes
 (`payload`).

@@ -1,17 +1,18 @@
-"""Broadcast buckets from one trainer to many workers, in a process group of their own.
+"""Broadcast buckets from one trainer to many workers, in a separate process group.
 
-The group is separate from the trainer's default group, and each push makes a new one, so that the failure of an earlier
-push leaves no trace in it. It is a gloo group for buckets in host memory, and an NCCL group for buckets in GPU memory,
-where each member has its own buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
+The group is not the trainer's default group. Each push creates a new group, so a failed push does not affect later
+pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has
+buckets of its own. Traffic is neither encrypted nor authenticated: use it on a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
-each wait for a bucket ends within the timeout; peers of a dead member learn of it at once with gloo, and within the
-timeout with NCCL; `close` never waits.
+each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo, and within
+the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may keep the same, a wait for a bucket until its timeout, and a thread that
-joins the group. That thread has no time limit: it ends when NCCL has connected the members, or when the connection to
-the store ends. While `MOST_JOINING` such threads exist, pushes through NCCL are refused.
+broadcast times out. A worker with NCCL may also keep a thread and connections. Such a worker may also keep a wait for a
+bucket until the timeout, and a thread that joins the group. A joining thread has no time limit. A joining thread ends
+when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
+exist, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
     `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
-    all workers have joined. Raise ConfigError if `host` is not an address to listen at.
+    all workers have joined. Raise ConfigError if `host` is not an address of this machine.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class GroupSlots:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Release everything. Without the store, a member that still waits to join gets an error at once."""
+        """Release everything. Members that still wait to join get an error as soon as the store closes."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)
@@ -111,7 +112,7 @@ class GroupSlots:
 
 
 class NcclReader:
-    """The worker's side with NCCL, which joins the group.
+    """The worker's side with NCCL: joins the group and receives the buckets.
 
     `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets. Raise PushError if the join
     fails or takes more than `join_timeout` seconds, or once `is_closed` returns True.
@@ -192,7 +193,7 @@ def _begin_to_join_as_worker(
 def _begin_to_join(
     source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
 ) -> Future[Any]:
-    """Join on a thread of its own: if the store stops answering, its client may wait longer than any timeout."""
+    """Join on a separate thread, since the store's client may exceed any timeout if the store stops answering."""
     joining: Future[Any] = Future()
 
     def run() -> None:
@@ -254,7 +255,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a transfer. The timeout is needed: without it NCCL would only make the GPU wait, not the caller."""
+    """Wait for a transfer. Without a timeout, NCCL would make only the GPU wait, not the caller."""
     with _explained():
         work.wait(timeout)
 

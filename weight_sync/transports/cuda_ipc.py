@@ -1,13 +1,13 @@
 """Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
-Owns: an allocation of slots in the trainer, for one push, and a mapping of it in each worker. The driver allocates the
-memory, not torch. Torch counts references to shared memory in a file: if a worker died, the memory would never be
-freed, and the data that a worker receives would determine where in the file it writes. Here the received handle goes
-only to the driver, and the size of the opened memory is checked.
+Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The driver
+allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, the death of a
+worker would leak the memory. Received data would also determine the place in the file that a worker writes to. A worker
+passes a received handle only to the driver, and checks the size of the opened memory.
 
-Promises: the memory is freed when the push ends. After a failed push a worker may still have it mapped. This relies on
-the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one
-machine, with the same GPU.
+Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
+trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer
+and workers run on one machine, with the same GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from .gpu import gpu_of, made_current
 
 log = logging.getLogger(__name__)
 _PAGE = 2 * 2**20
-"""Minimum size of an allocation. Smaller ones may share a page, and a handle shows other processes the whole page."""
+"""Minimum size of an allocation. Smaller allocations may share a page, and a handle exposes the whole page to other
+processes.
+"""
 _LAZY_ENABLE_PEER_ACCESS = 1  # the only flag
 _Address = ctypes.c_uint64
 
@@ -86,7 +88,7 @@ class Driver:
 
 
 def load_driver() -> Driver:
-    """Load the CUDA driver. Raise PushError if there is none."""
+    """Load the CUDA driver. Raise PushError if the driver cannot be loaded."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -94,7 +96,9 @@ def load_driver() -> Driver:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory of a CUDA device as uint8, without keeping it alive. Raise PushError if torch copies the memory."""
+    """Return memory of a CUDA device as a uint8 tensor that does not keep the memory alive. Raise PushError if torch
+    copies the memory.
+    """
 
     class Span:
         __cuda_array_interface__ = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3)
@@ -136,7 +140,7 @@ class CudaIpcSlots:
         """Do nothing: the workers map the memory on their own."""
 
     def opened(self) -> None:
-        """Do nothing: the handle is of no use once the memory is freed."""
+        """Do nothing: the handle becomes useless when the memory is freed."""
 
     def send(self, slot: int, num_bytes: int) -> None:
         """Do nothing: the workers read the slot in place."""
@@ -145,9 +149,9 @@ class CudaIpcSlots:
         """Do nothing: a slot is free once the workers have answered."""
 
     def close(self) -> None:
-        """Free the memory. After a successful push no worker has it mapped.
+        """Free the memory. After a successful push, no worker has the memory mapped.
 
-        An error is only logged, so that it does not hide the error that ended the push.
+        An error of `close` is only logged, so that it does not hide the error that ended the push.
         """
         self.slots = []
         address, self._address = self._address, None

@@ -1,9 +1,9 @@
-"""Pushes through folders. A restarted worker can catch up from such a folder.
+"""Pushes through folders. A restarted worker can load the current weights from the folder of a push.
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
-without this suffix is therefore complete. It holds the tensors in one safetensors file, under the name that Hugging
-Face libraries look for, and a manifest with the checksums. A parent folder is used by one publisher at a time. A worker
-reads only what its `PushPolicy` allows, and checks everything that it reads before it uses it.
+without the suffix `.tmp` is therefore complete. The folder holds a manifest with checksums, and one safetensors file
+with the tensors. The file has the name that Hugging Face libraries look for. Only one publisher may use a parent folder
+at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
 """
 
 from __future__ import annotations
@@ -43,19 +43,24 @@ from ..payload.tensors import dtype_named
 from .policy import PushPolicy
 
 _MOST_TENSORS = 2**17
-"""Limit on tensors in the trainer, which reads a manifest before it knows the model."""
+"""Limit on the tensors of a manifest that a trainer reads, since a trainer reads a manifest before it knows the
+model.
+"""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Modes of the folder of a push and of its files. No other user may write them, whatever the umask is: otherwise a
-worker would refuse the folder of its own user."""
+"""Modes of the folder of a push and of its files. Only the owner may write folder and files, whatever the umask is. A
+worker refuses a folder of its own user that other users can write.
+"""
 PRIVATE = 0o700
-"""Mode of a parent folder that is created here. An existing one keeps its mode, which says which users can read it."""
+"""Mode of a parent folder that is created here. An existing parent folder keeps its mode, which determines the users
+that can read it.
+"""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
 @dataclass
 class _Written:
-    """A tensor that is being written. `extent`: its bytes [begin, end) after the header. `offset`: place of its next
-    byte in the file. `hash`: hash of the bytes that are written.
+    """A tensor that is being written. `extent`: its bytes [begin, end) after the header. `offset`: place of the next
+    byte in the file. `hash`: hash of the bytes written so far.
     """
 
     extent: tuple[int, int]
@@ -66,8 +71,8 @@ class _Written:
 class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
-    `shapes`: shapes of the tensors, which may come in any order and in pieces. Not all need to come. `dtypes`: dtypes
-    of the tensors that do not have `dtype`. Raise PushError if the folder cannot be written.
+    `shapes`: shapes of the tensors. Tensors may come in any order and in pieces, and may be missing. `dtypes`: dtypes
+    of the tensors that differ from `dtype`. Raise PushError if the folder cannot be written.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class FolderWriter:
                 left, tensor.offset = left[count:], tensor.offset + count
 
     def finish(self) -> Path:
-        """Sync the complete folder to the disk, give it its final name, and return it."""
+        """Sync the complete folder to the disk, rename the folder to its final name, and return the path."""
         checksums = {name: tensor.hash.intdigest() for name, tensor in self._written.items()}
         extents = {name: tensor.extent for name, tensor in self._written.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
@@ -144,7 +149,7 @@ class FolderWriter:
         return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """Return the start of a safetensors file with these tensors, of `num_bytes` or more bytes."""
+        """Return the start of a safetensors file with these tensors, at least `num_bytes` bytes long."""
         entries = {
             name: {
                 "dtype": DTYPE_CODES[self._dtype_of(name)],
@@ -161,9 +166,9 @@ class FolderWriter:
 class FolderReader:
     """The worker's side.
 
-    `num_tensors`: number of tensors for which manifest and header may have room. `dtypes`: dtypes of the tensors that
-    do not have `dtype`. Raise PushError if `policy` forbids reading the folder, if it holds another push, or if its
-    manifest or the header of its tensors is wrong or too long.
+    `num_tensors`: largest number of tensors for which manifest and header may have room. `dtypes`: dtypes of the
+    tensors that differ from `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder holds
+    another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class FolderReader:
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
         """Yield each tensor whole, as a bucket of one piece, with a function that reads its bytes.
 
-        Both raise PushError if something is wrong. Only the function allocates memory.
+        The iterator and the function raise PushError if the folder's data is wrong. Only the function allocates memory.
         """
         for entry in self._tensors.entries:
             yield self._bucket(entry), partial(self._tensors.read, entry)
@@ -222,7 +227,9 @@ class FolderReader:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Return the manifest of a folder that the caller may read. Raise PushError if it is not the folder of a push."""
+    """Return the manifest of a folder that the caller may read. Raise PushError if the folder is not the folder of a
+    push.
+    """
     path = folder / MANIFEST_FILE
     try:
         if not path.is_file():
@@ -234,9 +241,11 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def _max_bytes(num_tensors: int) -> int:
-    """Return the limit on a manifest, and on a header, in bytes. Parsing one blocks all other threads.
+    """Return the limit in bytes on a manifest and on a header. A limit is needed because parsing blocks other
+    threads.
 
-    A tensor takes less than 1 KiB of either, even with the longest name and the largest numbers; most take 150 bytes.
+    An entry of a tensor takes less than 1 KiB, even with the longest name and the largest numbers. Most entries take
+    150 bytes.
     """
     return 2**16 + 2**10 * num_tensors
 
@@ -260,7 +269,7 @@ def _manifest_fields(text: bytes) -> dict[str, Any]:
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove all pushes in the parent of the folder `kept` but `kept` and `base`, and the remains of unfinished pushes.
+    """Remove unfinished pushes and all other pushes from the parent of the folder `kept`, except `base`.
 
     `base`: the folder with the weights that the adapters in `kept` are added to.
     """

@@ -13,7 +13,7 @@ from ..payload.manifest import Bucket, Source
 class Slots(Protocol):
     """The trainer's end of a transport, for one push. `slots`: uint8 memory for one bucket each.
 
-    `has_word_sums`: True if a bucket carries a word sum instead of a checksum of each piece, as in GPU memory.
+    `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece, as for GPU memory.
     """
 
     slots: list[torch.Tensor]
@@ -24,11 +24,11 @@ class Slots(Protocol):
         ...
 
     def open(self) -> None:
-        """Let the workers open the source. Does not wait for them."""
+        """Let the workers open the source. Does not wait for the workers."""
         ...
 
     def opened(self) -> None:
-        """Note that all workers have opened the source."""
+        """Finish the opening. Called once all workers have opened the source."""
         ...
 
     def send(self, slot: int, num_bytes: int) -> None:
@@ -46,15 +46,17 @@ class Reader(Protocol):
     """The worker's end of a transport."""
 
     def prepare(self, bucket: Bucket) -> None:
-        """Begin to fetch the bucket that will be read next. The bucket before it may still be in use."""
+        """Begin to fetch the bucket that will be read next. The previous bucket may still be in use."""
         ...
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. They are valid until the next read."""
+        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. The bytes are valid until the next read."""
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that comes without a call, with a function that reads its bytes. First check the bucket."""
+        """Yield each bucket that arrives without a call, with a function that reads its bytes. Check a bucket before
+        reading.
+        """
         ...
 
     def close(self) -> None:

@@ -1,16 +1,17 @@
-"""The processes that receive weights by gloo for a worker, so that a crash in gloo does not kill the worker.
+"""Processes that receive weights through gloo for a worker, so that a crash in gloo does not kill the worker.
 
-`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch once, which
-takes seconds, and forks two processes for each push, which takes milliseconds. One joins the group and receives. The
-other watches the first and reports how it ended. Both end when the worker closes its end of the push's channel. The
-server ends when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes both. Therefore
-only the server outlives a push, and nothing outlives the worker.
+`python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. The server imports torch
+once, which takes seconds. For each push, the server forks two processes, which takes milliseconds. The receiving
+process joins the group and receives. The watcher waits for the receiving process and reports how that process ended.
+Watcher and receiving process end when the worker closes its end of the push's channel. The server ends when the worker
+closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the
+server outlives a push, and no process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
-this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then `receive` for
-each `{"side", "num_bytes"}` from the worker, once a broadcast of `num_bytes` bytes lies at the beginning of this side's
-memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where a negative code is the signal that ended
-the process. `gloo_reader` is the worker's end.
+this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
+per request. A request `{"side", "num_bytes"}` comes from the worker. `receive` means that a broadcast of `num_bytes`
+bytes lies at the beginning of this side's memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where
+a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _begin(push: dict[str, Any], requests: socket.socket, channel: socket.socket
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """Fork a process that calls `run` and ends. Return its id."""
+    """Fork a process that calls `run` and exits. Return the process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -80,7 +81,7 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> None:
-    """Fork a process that receives, kill it when the worker closes the channel, and report how it ended."""
+    """Fork a process that receives, kill it when the worker closes the channel, and report how the process ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the system discards the exit status
     watcher = os.getpid()
     alive, held = os.pipe()
@@ -138,7 +139,7 @@ def _join(push: dict[str, Any], channel: socket.socket) -> Any:
 
 
 def _say(channel: socket.socket, **words: str | int) -> None:
-    with suppress(OSError):  # the worker has closed the channel, so that the watcher ends this process
+    with suppress(OSError):  # the worker has closed the channel, so the watcher will kill this process
         channel.send(json.dumps(words).encode())
 
 

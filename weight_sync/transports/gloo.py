@@ -1,8 +1,7 @@
-"""Gloo process groups, as trainers and the receiving processes of workers join them. Imports torch alone.
+"""Join gloo process groups, for trainers and for the receiving processes of workers. Imports only torch.
 
-Gloo connects each member to every other member at the address that the other has put into the store. It aborts the
-process if a member is sent more bytes than it expects. If the store stops answering, it may wait longer than any
-timeout.
+Gloo connects all members with each other, at the addresses that the members have put into the store. Gloo aborts a
+process that receives more bytes than expected. If the store stops answering, gloo may wait longer than any timeout.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-c10d: Any = torch.distributed  # its stores and groups are documented, but not exported
+c10d: Any = torch.distributed  # torch documents stores and groups, but does not export them
 
 STORE_SECONDS = 30.0
 """Maximum time to reach a store. The store exists before a push begins."""
@@ -23,7 +22,7 @@ STORE_SECONDS = 30.0
 def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
     """Return a client of the store at `host`:`port`, for the keys that begin with `prefix`.
 
-    Its waits for a key end within the timeout. Raise RuntimeError if nothing listens there.
+    The client's waits for a key end within the timeout. Raise RuntimeError if no store listens at this address.
     """
     store = c10d.TCPStore(
         host, port, None, False, min(timeout, timedelta(seconds=STORE_SECONDS)), wait_for_workers=False

@@ -1,11 +1,11 @@
 """The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
 
-Owns: the fork server of the receiving processes (see `fork_server`), which the first such push starts and later ones
-reuse; and for each push the channel to the receiving process and the memory for two buckets. Promises: a crash of the
-receiving process is only an error of the push; every wait has a deadline, and ends within `TURN_SECONDS` once the push
-is closed; `close` does not wait, and leaves no thread, descriptor or process of the push behind. The fork server ends
-with this process. With a torch for CPUs it takes about 220 MB of memory, of which 160 MB are not shared, and makes the
-first push a second or two longer.
+Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
+process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
+server. Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
+`TURN_SECONDS` once the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
+behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
+of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 from .fork_server import MAX_MESSAGE_BYTES
 from .gloo import STORE_SECONDS
 
-# -P keeps the current folder off the import path. In a clone its folder `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone of the repository, the folder `kernels` would hide a
+# package of that name.
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a single-threaded process can fork safely and go on. Without these variables the libraries start threads."""
+"""Only a single-threaded process can fork safely. Without these environment variables, libraries would start threads in
+the fork server.
+"""
 _MARGIN_SECONDS = 1.0
 """Extra time that gloo may take beyond its timeout to report its failure."""
 TURN_SECONDS = 0.02
@@ -125,7 +128,7 @@ class GlooReader:
         self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
         starting = "cannot start the receiving process"
-        self._wait("start", starting, deadline, "it takes longer than the timeout; the next push will find it ready")
+        self._wait("start", starting, deadline, "the start exceeds the timeout; it will be ready for the next push")
         store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
         place = f"{source.host}:{source.port}"
         self._wait("connect", f"cannot reach the store at {place}", store_deadline, "no answer")
@@ -133,7 +136,8 @@ class GlooReader:
         self._wait("join", group, deadline, f"no answer for {join_timeout:g} s")
 
     def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
-        """Wait until the receiving process has done the step. Raise PushError with `trouble` if it fails.
+        """Wait until the receiving process has done the step. Raise PushError if the step fails. `trouble`: the text of
+        the error.
 
         `silence`: the reason if the process does not answer before the deadline.
         """
@@ -146,18 +150,22 @@ class GlooReader:
         raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, {} if the process is gone, or None if none came within a turn."""
+        """Return the next message, {} if the process is gone, or None if no message came within a turn."""
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:
             message = self._channel.recv(MAX_MESSAGE_BYTES)
-        except (TimeoutError, BlockingIOError, ConnectionResetError):  # a reset comes before the last messages
+        except (
+            TimeoutError,
+            BlockingIOError,
+            ConnectionResetError,
+        ):  # a reset is reported before the last messages
             return None
         return json.loads(message) if message else {}
 
 
 class _Memory:
-    """Memory shared with a receiving process. `view`: its mapping here, uint8."""
+    """Memory shared with a receiving process. `view`: the mapping in this process, uint8."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("trueroll-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -183,7 +191,9 @@ class _ForkServer:
         self._requests: socket.socket | None = None
 
     def begin(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
-        """Return the channel to a new process that receives this push. Raise OSError if it cannot be started."""
+        """Return the channel to a new process that receives this push. Raise OSError if the process cannot be
+        started.
+        """
         channel, end = _channel()
         try:
             with end, self._lock:
@@ -226,7 +236,7 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _describe(word: dict[str, Any] | None, silence: str) -> str:
-    """Return the reason why the expected message did not come, and advice."""
+    """Return the reason that the expected message did not come, and advice."""
     if word is None:
         return f"{silence}; "
     if "failed" in word:

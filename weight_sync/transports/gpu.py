@@ -1,4 +1,4 @@
-"""The GPU of a device, and how a push reaches workers on GPUs.
+"""Identify the GPU of a device, and choose how a push reaches workers on GPUs.
 
 Owns the choice between buckets in host memory and buckets in GPU memory.
 """
@@ -23,14 +23,16 @@ def gpu_of(device: torch.device | str) -> str | None:
 
 
 def shares_gpu(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Return whether trainer and workers (address to GPU) all use one GPU, which can then hold buckets for all."""
+    """Return whether trainer and workers (address to GPU) all use the same GPU, so that its memory can hold the
+    buckets.
+    """
     return trainer is not None and set(workers.values()) == {trainer}
 
 
 def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
     """Return whether trainer and workers all have a GPU, so that NCCL can broadcast buckets between them.
 
-    Raise ConfigError if two of them have the same GPU, or if the trainer's torch has no NCCL.
+    Raise ConfigError if two processes use the same GPU, or if the trainer's torch has no NCCL.
     """
     if trainer is None or None in workers.values():
         return False
@@ -53,7 +55,9 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes its stream first."""
+    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes the device's stream
+    first.
+    """
     if device.type != "cuda":
         yield
         return

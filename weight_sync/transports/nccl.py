@@ -1,13 +1,13 @@
 """NCCL process groups in which a failure raises an error, and harms neither the process nor its other groups.
 
-By default such a group has a thread that ends the process if an operation fails or takes too long, so that training
-does not hang. A group with blocking waits has no such thread. An environment variable, which is read when a group is
-created, selects blocking waits.
+By default, an NCCL group has a watchdog thread that ends the process if an operation fails or takes too long, so that
+training does not hang. A group with blocking waits has no watchdog thread. An environment variable selects blocking
+waits; torch reads the variable when a group is created.
 
 Every wait for the group ends within its timeout, with one exception: once all members have met, NCCL connects them
-without a time limit. Therefore join on a thread that may be abandoned. Some CUDA calls, such as freeing memory or
-loading a kernel, may wait for all work on the GPU. Behind a broadcast with a dead peer they wait until the group is
-aborted.
+without a time limit. Callers must therefore join on a thread that they can abandon. Some CUDA calls, such as freeing
+memory or loading a kernel, may wait for all work on the GPU. If a peer dies during a broadcast, such CUDA calls wait
+until the group is aborted.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torc
     store.wait([f"member-{member}" for member in range(size)], timeout)
     options = kind.Options()
     options._timeout = timeout
-    # Torch takes high-priority streams from a different pool than the streams for receiving and for captures. On the
-    # stream of a broadcast, receiving and captures would wait for the broadcast without a deadline.
+    # Torch takes high-priority streams from a different pool than the streams for receiving and for captures. On a
+    # broadcast's stream, receiving and captures would have to wait for the broadcast without a deadline.
     options.is_high_priority_stream = True
     with _blocking_waits():
         group = kind(store, rank, size, options)
@@ -70,7 +70,8 @@ def abort(group: Any) -> None:
 def _blocking_waits() -> Iterator[None]:
     """Make groups that are created in this context use blocking waits.
 
-    The environment is shared by the process, so a group that another thread creates at the same time uses them too.
+    The environment is shared by the process, so a group that another thread creates at the same time uses blocking
+    waits too.
     """
     with _environment:
         before = os.environ.get(_BLOCKING_WAIT)

@@ -1,4 +1,4 @@
-"""The rules for what a push may make a worker do: which folders it reads, and which hosts it connects to."""
+"""The rules for pushes: the folders that a worker may read and write, and the hosts that a worker may connect to."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: a push by disk must lie inside this folder; it does not matter which user owns its files. None: the worker
-    reads only folders and files that belong to its user and that nobody else can write.
+    `folder`: a push by disk must lie inside this folder; any user may own its files. With None, the worker reads only
+    folders and files that belong to the worker's user and that no other user can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
-    or names. Names are compared, not looked up.
+    or names. Names are compared as text, without a DNS lookup.
     """
 
     folder: str | None = None
@@ -38,8 +38,8 @@ class PushPolicy:
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
         """Open the regular files `names` in the folder of a push for reading. The caller closes them.
 
-        Never waits for the other end of a pipe. Raise PushError if the worker may not read them. The error has the same
-        text for every cause, so that a client cannot probe which files exist. The log has the cause.
+        Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
+        same text for every cause, so that a client cannot probe which files exist. The log has the cause.
         """
         try:
             parent = self._open_folder(folder)
@@ -50,13 +50,13 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("push by disk from %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot read a push from {folder}; the folder must lie inside the worker's --push-folder or, "
-                f"without that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody "
-                "else, as must its files; the worker's log has the cause"
+                f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
+                f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user "
+                "may write them. The worker's log has the cause"
             ) from None
 
     def check_writable(self, folder: str) -> None:
-        """Raise PushError unless the worker may write into a folder: one from which it would read a push."""
+        """Raise PushError unless the worker may write into a folder. The rules are the same as for reading a push."""
         try:
             opened = self._open_folder(folder)
             try:
@@ -67,13 +67,13 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot write into {folder}; the folder must lie inside the worker's --push-folder or, without "
-                f"that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody else; the "
-                "worker's log has the cause"
+                f"disk: cannot write into {folder}; choose a folder inside the worker's --push-folder. Without that "
+                f"setting, the folder must belong to the worker's user (uid {os.geteuid()}), and no other user may "
+                "write it. The worker's log has the cause"
             ) from None
 
     def check_host(self, host: str) -> None:
-        """Raise PushError unless a push may make the worker connect to `host`, an IP or a name. Looks up nothing."""
+        """Raise PushError unless a worker may connect to `host`, an IP or a name, for a push. Does no DNS lookup."""
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(
@@ -87,7 +87,9 @@ class PushPolicy:
         return os.open(folder, _FOLDER)
 
     def _open_in(self, parent: int, names: Sequence[str]) -> list[FileIO]:
-        """Open the files, then check the open files themselves, so that nobody can replace them in between."""
+        """Open the files, then check the open files themselves, so that no file can be replaced between the two
+        steps.
+        """
         if self.folder is None:
             _check_owner(os.fstat(parent), "the folder")
         with ExitStack() as opened:
@@ -103,7 +105,9 @@ class PushPolicy:
 
 
 def _open_inside(root: str, folder: str) -> int:
-    """Open `folder` from `root` on, following no link. The result is inside `root`, even if folders are renamed."""
+    """Open `folder` step by step from `root`, without following links. The result is inside `root`, even if folders are
+    renamed.
+    """
     root = os.path.realpath(root, strict=True)
     parts = Path(os.path.realpath(folder, strict=True)).relative_to(root).parts
     opened = os.open(root, _FOLDER)
@@ -135,7 +139,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Return whether the entry is this host, or a network that contains it."""
+    """Return whether the entry is this host, or a network that contains this host."""
     if entry == host:
         return True
     try:

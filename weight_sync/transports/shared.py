@@ -1,9 +1,9 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
-Owns: a segment of slots in the trainer, for one push, and a mapping of it in each worker. The segment's name is removed
-as soon as all workers have mapped the memory. The system frees the memory when the last mapping is gone. If a trainer
-is killed before it removes the name, the next push of any trainer of this user does so, once it finds the segment's
-lock free. Both sides run as the same user.
+Owns: a segment of slots in the trainer, for one push, and the mapping of this segment in each worker. The segment's
+name is removed as soon as all workers have mapped the memory. The system frees the memory when the last mapping is
+gone. If a trainer is killed before it removes the name, the next push of any trainer of this user finds the segment's
+lock free and removes the name. Trainer and workers run as the same user.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SharedSlots:
         """Do nothing: the workers map the memory on their own."""
 
     def opened(self) -> None:
-        """Remove the name, so that nobody else can map the memory."""
+        """Remove the name, so that no other process can map the memory."""
         self._unlink()
 
     def send(self, slot: int, num_bytes: int) -> None:
@@ -88,7 +88,7 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    """Create the memory and lock its file. The mapping keeps the file open, and thus the lock, while it exists."""
+    """Create the memory and lock its file. The file stays open and locked as long as it is mapped."""
     file = _create_locked(_FOLDER / name)
     try:
         os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process
@@ -112,10 +112,10 @@ def _create_locked(path: Path) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Remove the memory of trainers that were killed."""
+    """Remove shared memory that killed trainers have left behind."""
     for entry in os.scandir(_FOLDER):
         if entry.name.startswith(_PREFIX):
-            with suppress(OSError):  # it is another user's, or another trainer was faster
+            with suppress(OSError):  # the file belongs to another user, or another trainer was faster
                 _remove_if_abandoned(entry.path)
 
 

@@ -1,5 +1,5 @@
 """The worker's side of a push.
 
-Owns: received weights until they are committed. Does not own: the live weights (`engine.running.weights`), or when the
-engine is interrupted (`rollout.worker`).
+Owns: received weights until they are committed. Does not own: the live weights (`engine.running.weights`), or
+interruptions of the engine (`rollout.worker`).
 """

@@ -1,7 +1,8 @@
-"""The worker's side of adapters: the check that they fit its weights, their merge, and checksums of weights.
+"""The worker's side of adapters: check that adapters fit the weights, merge adapters, and compute checksums of
+weights.
 
-Owns nothing. The weights of a push are processed one by one, each in a `guarded` context, which raises `Closed` if the
-push is closed.
+Owns nothing. Each weight of a push is processed in its own `guarded` context, which raises `Closed` if the push is
+closed.
 """
 
 from __future__ import annotations
@@ -55,5 +56,5 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
     if others:
         raise OtherBaseError(
             f"adapters: were trained on other weights than this worker's ({list_names(others)} differ); push the model "
-            "without adapters=True once, which brings the weights too"
+            "without adapters=True once, which also sends the weights"
         )

@@ -1,8 +1,8 @@
 """Assembles the pieces of a push into a complete set of weights, or raises an error that names the tensor.
 
-Owns the count of what has arrived. Does not own the staging that it writes to, or the memory that it reads from, and
-keeps no reference to that memory. Promises that every length, offset and index is checked before it is used, and that
-`finish` succeeds only if every tensor of the push arrived exactly once, whole or in all its parts.
+Owns the count of the rows and elements that have arrived. Does not own the staging area or a bucket's memory, and keeps
+no reference to a bucket's memory. Promises: every length, offset and index is checked before use. `finish` succeeds
+only if every tensor of the push arrived exactly once, whole or in all its parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..payload.manifest import (
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
 
 FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
-"""The expected values, and the values found instead."""
+"""Words for an error: the expected values, and the values found instead."""
 
 
 class Writable(Protocol):
@@ -43,7 +43,9 @@ class Writable(Protocol):
 
 
 class StagingArea(Protocol):
-    """The place where the weights of a push are assembled: beside the live weights or, in place, in them."""
+    """The memory in which the weights of a push are assembled: a second set of weights or, in place, the live
+    weights.
+    """
 
     @property
     def num_bytes(self) -> int: ...
@@ -51,11 +53,11 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set elements. `indices`: flat, int64. Copies both tensors at once, since their memory is reused."""
+        """Set elements. `indices`: flat, int64. Copies both tensors immediately, since their memory is reused."""
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Expect adapters of these weights: for each (name of A, name of B, rank, scale).
+        """Expect adapters. `weights`: maps each adapted weight to (name of A, name of B, rank, scale).
 
         `alone`: the push has no base weights; the adapters are added to the worker's weights from before adapters.
         """
@@ -66,7 +68,7 @@ class StagingArea(Protocol):
         ...
 
     def merge(self, name: str) -> bool:
-        """Merge a parameter with its adapter, if it has one. Return False if the result is not finite."""
+        """Merge a parameter with its adapter, if any. Return False if the result is not finite."""
         ...
 
 
@@ -78,21 +80,21 @@ class KeptBase(Protocol):
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """A staging area that other workers can map once it is complete."""
+    """A staging area that other workers can map after it is complete."""
 
     def lend(self) -> tuple[int, int, int, int]:
         """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
         ...
 
     def withdraw(self) -> None:
-        """Stop lending. A process that has mapped the memory keeps it."""
+        """Stop lending. Processes that have mapped the memory keep their mapping."""
         ...
 
 
 class Destination(Parameters, Protocol):
-    """A worker's parameters, and factories of staging areas for new ones. `kin`: see `Weights`.
+    """A worker's parameters, and factories of staging areas for new parameters. `kin`: see `Weights`.
 
-    `commit_note`: why commits take longer than necessary; empty if they do not.
+    `commit_note`: the reason that commits take longer than necessary, or an empty string.
     """
 
     @property
@@ -105,11 +107,11 @@ class Destination(Parameters, Protocol):
     def base(self) -> KeptBase: ...
 
     def served(self, name: str) -> torch.Tensor:
-        """Return a parameter as it is served, dense."""
+        """Return a served parameter as a dense tensor."""
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        """Return a parameter as it was before adapters. The live weights must be whole."""
+        """Return a parameter's value from before adapters. The live weights must be complete."""
         ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
@@ -117,7 +119,9 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """Return all weights that another worker of this kin lends. Raise OSError if they are no longer there."""
+        """Return all weights that another worker of this kin lends. Raise OSError if the lent memory no longer
+        exists.
+        """
         ...
 
 
@@ -166,7 +170,8 @@ class Assembly:
             raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Raise PushError unless the bytes of a checked bucket with a word sum are correct. Writes nothing.
+        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if they are corrupt.
+        Writes nothing.
 
         Synchronizes the GPU once, and once more if values must be finite.
         """
@@ -201,7 +206,9 @@ class Assembly:
             self._inspect_elements(piece, tally, data)
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Write an inspected piece into the staging. `data`: its bytes, in memory that is reused afterwards."""
+        """Write an inspected piece into the staging. `data`: the bytes of the piece, in memory that is reused
+        afterwards.
+        """
         tally, values = self._tallies[piece.name], self._values(piece, data)
         if isinstance(piece, Rows):
             self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))

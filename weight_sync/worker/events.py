@@ -15,7 +15,7 @@ from ..payload.messages import PushPhase
 class Reached:
     """The call `id` is done, and the push has reached `phase`: begun, staged or verified.
 
-    `lent`: where other workers find the verified weights, if they are lent.
+    `lent`: where other workers find the verified weights, if the worker lends them.
     """
 
     id: str
@@ -25,12 +25,12 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. Nothing has been written, and nothing is until `Receiver.proceed`."""
+    """The source of a push in place is open. The receiver writes nothing before `Receiver.proceed`."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The push has failed. `error`: the answer to all of its pending calls."""
+    """The push has failed. `error`: the answer to all pending calls of the push."""
 
     error: PushError | DeadlineError
 

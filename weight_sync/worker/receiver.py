@@ -1,19 +1,20 @@
 """The worker's side of a push: one thread that runs the push from begin to end.
 
 - `CallQueue` owns the pending calls of the push.
-- `Writing` owns whether the push may still write, which its thread and the thread that closes it must agree on.
-- `Intake` owns which bucket comes next.
-- `Receiver`, the thread, owns the transport's reader (group, mapped memory), and the staging until the commit takes it.
+- `Writing` owns the permission to write, which the push's thread and the closing thread share.
+- `Intake` owns the order of the buckets.
+- `Receiver`, the thread, owns the transport's reader (group, mapped memory), and owns the staging until the commit.
 
 Does not own: the places of pieces (`assembly`), the live weights, the commit, the socket.
 
 Promises:
 
-- It writes into live weights only once its source is open and `proceed` was called.
-- It blocks its caller no longer than it takes to write one piece, or to merge one weight with its adapter.
-- It publishes `Reached` for each call, or `Broken` and then nothing more.
-- It ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other workers drain).
-- Once it is closed it writes nothing more.
+- The receiver writes into live weights only once its source is open and `proceed` was called.
+- A call of a method blocks at most for the write of one piece, or for the merge of one weight with its adapter.
+- The receiver publishes `Reached` for each call. After `Broken`, the receiver publishes no more events.
+- The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
+  workers drain).
+- A closed receiver does not write.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """Return the seconds that other workers may take to begin. A push in place may drain running requests first."""
+    """Return the limit in seconds for other workers to begin. A push in place may drain running requests first."""
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
@@ -77,11 +78,11 @@ class CallQueue:
         self._patience = begin_seconds(begin)
 
     def put(self, call: Call | None) -> None:
-        """Add a call; None: no more calls come."""
+        """Add a call. None means that no more calls come."""
         self._queue.put(call)
 
     def next(self) -> Call | None:
-        """Wait for the next call. Raise DeadlineError if none comes in time."""
+        """Wait for the next call. Raise DeadlineError if no call comes in time."""
         if self._ahead is not None:
             call, self._ahead = self._ahead, None
             return call
@@ -89,14 +90,14 @@ class CallQueue:
             call = self._queue.get(timeout=self._patience)
         except queue.Empty:
             raise DeadlineError(
-                f"push {self._begin.push_id}: no call came within {self._patience} s, since the trainer has died or "
+                f"push {self._begin.push_id}: no call came within {self._patience} s; the trainer has died or "
                 "hangs; push again"
             ) from None
         self._patience = self._begin.timeout
         return call
 
     def look_ahead(self) -> Call | None:
-        """Return the call that `next` will return, if it has come, else None."""
+        """Return the call that `next` would return without waiting, or None."""
         if self._ahead is None and not self._queue.empty():
             self._ahead = self._queue.get()
         return self._ahead
@@ -107,7 +108,7 @@ class Closed(Exception):
 
 
 class Writing:
-    """Permission to write. Nothing is written after `close`, or over live weights before `allow_overwriting`."""
+    """Permission to write. `close` ends the permission. Live weights may be written only after `allow_overwriting`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,7 +139,9 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold off `close` until the writes of the context are done, on the device too. Raise Closed if closed."""
+        """Delay `close` until the writes of the context are done, including work on the device. Raise Closed if
+        closed.
+        """
         with self._lock:
             self.check()
             yield
@@ -146,7 +149,8 @@ class Writing:
 
 
 class Intake:
-    """Reads buckets with `reader` into `assembly`, each piece while `writing` allows it.
+    """Reads buckets with `reader`, and adds the buckets' pieces to `assembly`. Each piece is written only while
+    `writing` permits.
 
     `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
@@ -179,14 +183,14 @@ class Intake:
             yield from self.stage(early)
 
     def finish(self, num_buckets: int) -> None:
-        """Add the buckets of a folder, for which no calls come. Raise PushError if anything is missing then.
+        """Add the buckets of a folder, which come without calls. Raise PushError if the push is still incomplete.
 
         `num_buckets`: number of buckets that the trainer has announced.
         """
         if num_buckets != self.num_buckets:
             raise PushError(f"verify_push: {num_buckets} buckets were sent, but {self.num_buckets} arrived; push again")
         for bucket, read in self._reader.read_unannounced():
-            self._assembly.check(bucket)  # before memory is allocated for it
+            self._assembly.check(bucket)  # before memory is allocated for the bucket
             self._add(bucket, read())
         self._assembly.finish()
 
@@ -200,7 +204,9 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while this one is copied. Its errors are reported in its turn."""
+        """Fetch the next bucket, if it is announced, while the current bucket is copied. Errors of the next bucket are
+        reported in its turn.
+        """
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
             with suppress(PushError):
@@ -218,16 +224,17 @@ class Intake:
 
 
 TRAINER_FIRST = 1.0
-"""Extra seconds that a worker waits for the group to form, beyond the trainer's limit. If a worker is silent, the
-trainer gives up first, and its error names that worker. The other workers cannot tell which one it is.
+"""Seconds that a worker waits for the group beyond the trainer's limit. If a worker is silent, the trainer gives up
+first, and the trainer's error names the silent worker. The other workers cannot tell which worker is silent.
 """
 
 
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `publish`: called on this thread with each event. `progress` may be read at any time. `staging` may be read once the
-    push is verified. Then `take` no more calls: the worker takes the staging for the commit, and calls `close`.
+    `publish`: called on the receiver's thread with each event. `progress` may be read at any time. `staging` may be
+    read once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
+    commit, and calls `close`.
     """
 
     def __init__(
@@ -247,17 +254,20 @@ class Receiver(threading.Thread):
         self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
-        """Queue a call after the earlier ones. `Reached` follows when it is done."""
+        """Queue a call after the earlier calls. `Reached` is published when the call is done."""
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writes into the live weights, which nothing may read any more. Only in place, after `Opened`."""
+        """Allow writes into the live weights. From now on, no code may read the live weights. Only for a push in place,
+        after `Opened`.
+        """
         self._writing.allow_overwriting()
 
     def close(self) -> None:
-        """End soon, and free all resources. Waits only until the current write of a piece or merge of a weight is done.
+        """Make the thread end soon and free all resources. Waits at most for the piece or weight that is being
+        written.
 
-        Nothing is written once it returns. An event in flight may still arrive.
+        The receiver does not write after `close` has returned. An event in flight may still arrive.
         """
         self._writing.close()
         self._calls.put(None)
@@ -308,16 +318,16 @@ class Receiver(threading.Thread):
             if begin.adapters is not None:
                 merge_adapters(staging, begin.reject_nonfinite, self._writing.guarded)
             self._advance("verified", 0)
-            reader.close()  # before the trainer frees the source
+            reader.close()  # must happen before the trainer frees the source
             self._answer(verify.id, "verified", None if lendable is None else self._lend(lendable))
             self._repeat(verify)
         finally:
             if lendable is not None:
-                lendable.withdraw()  # nobody may borrow from a push that is over
+                lendable.withdraw()  # no worker may borrow from a push that is over
             reader.close()
 
     def _take_buckets(self, intake: Intake) -> VerifyPush | None:
-        """Stage buckets until verify_push comes. Return that call, or None if the push is closed before."""
+        """Stage buckets until verify_push comes. Return the verify_push call, or None if the push is closed first."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if isinstance(call, VerifyPush):
                 return call
@@ -342,8 +352,7 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: lends needs a push of whole tensors, without in_place, to a worker that has a kin; push "
-                "without lends"
+                "begin_push: lends requires whole tensors, no in_place, and a worker with a kin; push without lends"
             )
         return self._weights.new_lendable()
 
@@ -353,12 +362,12 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only their location remains to be checked."""
+        """Map weights that another worker has verified. Only their location needs a check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
-                "lent: the source needs a push of whole tensors, without in_place or lends, from a worker of the same "
-                "kin; push without lent memory"
+                "lent: lent memory requires whole tensors, no in_place, no lends, and a lender of the same kin; push "
+                "without lent memory"
             )
         try:
             self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))
@@ -392,7 +401,9 @@ def _open_source(
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
-    """Open the source. Raise PushError if it does not exist, or if `policy` forbids it. Stop waiting if `is_closed`."""
+    """Open the source. Raise PushError if the source is missing or `policy` forbids it. Stop waiting once
+    `is_closed()`.
+    """
     match source:
         case CollectiveSource():
             policy.check_host(source.host)

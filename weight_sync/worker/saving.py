@@ -1,4 +1,4 @@
-"""Writes the served weights into a folder like that of a push by disk, for a worker that joins a fleet."""
+"""Write the served weights into a folder in the format of a push by disk, for a worker that joins a fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .assembly import Destination
 
 
 def save_weights(parent: Path, push_id: str, version: int, weights: Destination) -> Path:
-    """Write the folder of this push into `parent` and return it. Raise PushError if it cannot be written."""
+    """Write the folder of this push into `parent` and return it. Raise PushError if the folder cannot be written."""
     dtype_of = dtypes_of(weights)
     with closing(FolderWriter(parent, push_id, version, weights.dtype, weights.shapes, weights.dtypes)) as writer:
         for name in weights.shapes:

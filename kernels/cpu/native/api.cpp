@@ -148,7 +148,7 @@ Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
 }
 
-// How scores are changed, and the additional scores of each head. `window` and `soft_cap`: 0 for none.
+// The window, cap and sinks of attention scores. `window` and `soft_cap`: 0 for none.
 struct Scoring {
     float scale;
     long window;
@@ -331,14 +331,14 @@ template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
     const long K = weight.columns;
     parallel(count, [&](long row) {
-        // Like `at`, with the row's part of the computation done once.
+        // Element access like `at`, for a fixed row: the row's part of the offset is computed only once.
         const T* first = &weight.at(ids[row], 0);
         for (long k = 0; k < K; ++k) out[row * K + k] = first[k / PAIR<T> * PAIR<T> * LANES + k % PAIR<T>];
     });
 }
 
 // Packs the first steps of a whole panel, in blocks of four, and returns their number. A step is 4 bytes of each row.
-// Streaming stores bypass the caches, which would otherwise first load the overwritten lines.
+// Streaming stores bypass the caches, so the overwritten lines are not loaded first.
 template <class T>
 long pack_blocks(const T* rows, long columns, T* panel) {
     long step = 0;
@@ -360,8 +360,8 @@ long pack_blocks(const T* rows, long columns, T* panel) {
     return step;
 }
 
-// Packs a plain matrix [rows, columns] and sets the padding to zero. Runs on the calling thread without the pool, so
-// that weights can be packed while ops run.
+// Packs a plain matrix [rows, columns] and sets the padding to zero. Runs only on the calling thread, so that weights
+// can be packed while ops use the thread pool.
 template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
@@ -378,7 +378,8 @@ void pack(const T* rows, const Matrix<T>& out) {
     }
 }
 
-// Infinities and NaN have all exponent bits set. Adding the lowest exponent bit then carries into the sign bit.
+// Infinities and NaN have all exponent bits set. Adding the lowest exponent bit to an infinity or NaN therefore carries
+// into the sign bit.
 template <class T>
 bool are_finite(const T* values, long count) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;

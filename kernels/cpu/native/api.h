@@ -1,11 +1,11 @@
-// The C interface: the instruction sets of this machine, the one in use, and every op with plain pointers.
+// The C interface: the instruction sets of this machine, the instruction set in use, and every op with plain pointers.
 //
-// INTERFACE is the only declaration. kernels/cpu/library.py reads it too: it calls each function with the arguments
-// declared here, and refuses a library that was compiled from a different text. INTERFACE contains no preprocessor
-// directives and no macros. Its functions take pointers, long, int and float.
+// INTERFACE is the only declaration. kernels/cpu/library.py also reads INTERFACE. Python calls each function with the
+// arguments declared here, and refuses a library that was compiled from a different INTERFACE. INTERFACE contains no
+// preprocessor directives and no macros. The functions of INTERFACE take pointers, long, int and float.
 //
-// The ops' arguments (common.h) say which pointers may be null. The caller has checked all sizes. `bfloat16` is the
-// type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32.
+// The comments of the ops' arguments (common.h) name the pointers that may be null. The caller has checked all sizes.
+// `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32.
 #pragma once
 
 #include <stdint.h>
@@ -38,8 +38,8 @@ struct ExpertsPointers {
     const void* shared_score;
 };
 
-// The weights of a layer, in the order of `_layer_tensors`. The two norms of a pair stand before and after, or are
-// null.
+// The weights of a layer, in the order of `_layer_tensors`. A pair of norms is the norm before and the norm after; each
+// may be null.
 struct LayerPointers {
     const void* mixer_norms[2];
     union {
@@ -100,16 +100,16 @@ struct PagePointers {
     int64_t max_blocks;
 };
 
-// Returns INTERFACE as the preprocessor gives it, from when the library was compiled.
+// Returns the preprocessed INTERFACE that the library was compiled from.
 const char* trueroll_declarations();
 
-// Returns the name of this machine's i-th instruction set, best first; null past the last one.
+// Returns the name of this machine's i-th instruction set, best first; null past the last instruction set.
 const char* trueroll_isa_at(long i);
 
 // Returns the name of the instruction set in use.
 const char* trueroll_isa();
 
-// Uses the instruction set of this name for all later calls. Returns false if there is none.
+// Uses the instruction set of this name for all later calls. Returns false if this machine lacks the instruction set.
 int trueroll_set_isa(const char* name);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);

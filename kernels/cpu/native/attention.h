@@ -1,7 +1,7 @@
 // Paged attention. A part of kernels.h.
 
-// The softmax over a part of the keys, for several query rows: the largest score, the sum of the exponentials relative
-// to it, and the sum of the values weighted by them [rows, head_dim]. A peak of -inf means that no key was seen.
+// The softmax over a part of the keys, for several query rows: the largest score (peak), the sum of e^(score - peak),
+// and the sum of the values with these weights [rows, head_dim]. A peak of -inf means that no key was seen.
 struct Partial {
     float *peaks, *totals, *out;
 
@@ -22,13 +22,13 @@ inline void copy(const Partial& from, const Partial& to, long rows, long head_di
     memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
 }
 
-// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of the part keep their bits.
-// Rows that saw nothing before take the bits of the part.
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see no key of the part keep their bits. Rows
+// that saw no key before the part take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
         float before_scale[LANES], after_scale[LANES];
-        // Values past the last peak are within the memory but affect no result.
+        // Reads past the last peak stay within the memory, and the values read there affect no result.
         const F before = load(state.peaks + first), after = load(next.peaks + first), top = max(before, after);
         store(before_scale, exp(sub(before, top)));
         store(after_scale, exp(sub(after, top)));
@@ -65,7 +65,7 @@ struct Keys {
     long first, end;
 };
 
-// Which of `keys` keys the queries of a tile see: query i sees [from(i), to(i)).
+// The keys, of `keys` keys, that the queries of a tile see: query i sees [from(i), to(i)).
 struct Sight {
     long first_from, first_to, keys;
 
@@ -90,17 +90,18 @@ class Attention {
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
-    // that contain them.
+    // that contain these keys.
     long first_key(const QueryTile& tile) const { return larger(0, position(tile, 0) + 1 - args_.window); }
     long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
     long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
-    // Rows of scores become weights two panels at a time. These pairs begin at multiples of this.
+    // Scores are converted to weights two panels at a time. A pair of panels begins at a multiple of this number of
+    // keys.
     static constexpr long TWO_PANELS = 2 * LANES;
 
-    // Adds the panels that a split of a tile reads to `ahead`, which has room for them. Does nothing unless a block is
-    // one panel.
+    // Adds the panels that a split of a tile reads to `ahead`, which must have enough room. A no-op unless a block is
+    // exactly one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
         if (caches_.block_size != LANES) return;
         const long end = smaller((split + 1) * KV_SPLIT, context(tile)), behind = first_key(tile) / LANES * LANES;
@@ -150,8 +151,8 @@ class Attention {
         multiply(weighing, n, false, out.out, D);
     }
 
-    // Reduces each query in its own tile, so that no query meets a NaN or infinite value of a later token: a weight of
-    // 0 would pass it on.
+    // Reduces each query in its own tile. In a shared tile, a NaN or infinite value of a later token would reach the
+    // query even with a weight of 0.
     void reduce_one_by_one(const QueryTile& tile, long split, const Partial& out) const {
         for (long i = 0; i < tile.count; ++i) {
             const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
@@ -171,22 +172,23 @@ class Attention {
                 F total = set1(state.totals[row]), kept = set1(1.0f);
                 if (args_.sinks != nullptr)
                     fold_sink(set1(state.peaks[row]), widened(args_.sinks[tile.kv_head * group_ + i]), total, kept);
-                // The sign of a zero may depend on the tile's other queries; + 0 makes it positive.
+                // The sign of a zero may depend on the tile's other queries. Adding 0 makes a negative zero positive.
                 for (long j = 0; j < dim_; j += LANES)
                     store(out + j, div(add(mul(load(state.out + row * dim_ + j), kept), set1(0.0f)), total));
             }
         });
     }
 
-    // Adds a score with a value of zero to a row's total. `kept`: the factor for the row's values.
+    // Adds a score with a value of zero to a row's total. `kept`: receives the factor for the row's values.
     static void fold_sink(F peak, float sink, F& total, F& kept) {
         const F top = max(peak, set1(sink));
         kept = exp(sub(peak, top));
         total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
-    // Pointers to the 16-token panels of a split, `count` tokens from `start` on: in the cache, or in a copy if the
-    // cache has no whole panel. The values of the first `unseen` tokens, which no query of the tile sees, are zeros.
+    // Pointers to the 16-token panels of a split, for `count` tokens from `start` on. A pointer points into the cache,
+    // or into a copy if the cache does not store the panel contiguously. The values of the first `unseen` tokens, which
+    // no query of the tile sees, are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
@@ -203,7 +205,8 @@ class Attention {
                 keys[i] = attention.key_panel(tile, token);
                 values[i] = attention.value_panel(tile, token);
                 if (!aligned) keys[i] = copy_keys(caches, table, tile.kv_head, token, tokens, copies);
-                // A value that no query sees may be NaN or infinite, and even a weight of 0 would pass that on.
+                // A value that no query sees may be NaN or infinite, which would reach the result even with a weight of
+                // 0.
                 const long first = larger(0, smaller(tokens, unseen - i * LANES));
                 if (!aligned || tokens < LANES || first > 0)
                     values[i] = copy_values(caches, table, tile.kv_head, token, first, tokens, copies + LANES * D);
@@ -252,7 +255,7 @@ class Attention {
   private:
     const int64_t* table(const QueryTile& tile) const { return args_.tables + tile.sequence * args_.max_blocks; }
 
-    // Where the cache holds a token, or the sequence's last token if the sequence is shorter.
+    // The place of a token in the cache. For a token past the end of the sequence, the place of the last token.
     const T* key_panel(const QueryTile& tile, long token) const {
         const long t = smaller(token, context(tile) - 1), block = table(tile)[t / caches_.block_size];
         return caches_.key_block(block, tile.kv_head) + t % caches_.block_size * PAIR<T>;
@@ -262,8 +265,8 @@ class Attention {
         return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
     }
 
-    // Makes the later passes of a product fetch the panels ahead. The panels are spread evenly over the passes' `spare`
-    // entries of the table; each panel takes `width` entries.
+    // Makes the later passes of a product prefetch the panels in `ahead`. The panels are spread evenly over the passes'
+    // `spare` entries of the table; each panel takes `width` entries.
     void fetch_ahead(Factors<T>& factors, const Ahead<T>& ahead, long spare, long width) const {
         const long own = factors.rounds * factors.width;
         const T** tables = scratch<const T*>(NEXT, own + spare * width);
@@ -280,7 +283,7 @@ class Attention {
         return args_.context_lens[tile.sequence] - (starts[1] - starts[0]) + tile.first + query;
     }
 
-    // Which keys of a split a tile's queries see. They see all keys if they belong to several sequences.
+    // The keys of a split that a tile's queries see. Queries of several sequences see all keys of the split.
     Sight sight_of(const QueryTile& tile, long split) const {
         const long start = split * KV_SPLIT;
         if (tile.members > 1) return {-tile.members * tile.count, KV_SPLIT, KV_SPLIT};
@@ -299,7 +302,7 @@ class Attention {
         return q;
     }
 
-    // Calls `visit` with the offset of the tile's heads among all queries, for one query after the other.
+    // Calls `visit` for each query in order, with the offset of the tile's heads in the array of all queries.
     template <class Visit>
     void visit_heads(const QueryTile& tile, const Visit& visit) const {
         for (long member = 0; member < tile.members; ++member) {
@@ -324,7 +327,7 @@ class Attention {
         }
     }
 
-    // Scales and bounds the scores: s becomes soft_cap * tanh(s / soft_cap), computed with exponentials.
+    // Scales and caps the scores: s becomes soft_cap * tanh(s / soft_cap), computed with exponentials.
     void cap(float* scores, long n, long panels) const {
         const F scale = set1(args_.scale), most = set1(args_.soft_cap), slope = set1(-2.0f / args_.soft_cap);
         for (long row = 0; row < n; ++row)
@@ -339,8 +342,8 @@ class Attention {
 
     Keys seen(const Sight& sight, long row) const { return {sight.from(row / group_), sight.to(row / group_)}; }
 
-    // Returns the largest of a row's scores for the keys it sees. Fills the rest of the first and last pair of panels
-    // with -inf.
+    // Returns the largest of a row's scores for the keys that the row sees. Fills the rest of the first and last pair
+    // of panels with -inf.
     float highest(float* scores, const Keys& seen) const {
         const long start = seen.first / TWO_PANELS * TWO_PANELS;
         for (long i = start; i < seen.first; ++i) scores[i] = -INFINITY;
@@ -350,8 +353,8 @@ class Attention {
         return peak(most);
     }
 
-    // Turns scores into weights relative to `top`, rounded to T, with zeros for the other keys of `panels` panels, and
-    // returns the sum of the weights. May write one panel more, since rows lie KV_SPLIT apart.
+    // Turns scores into weights relative to `top`, rounded to T, with zeros for the other keys of `panels` panels.
+    // Returns the sum of the weights. May write one panel more, since rows lie KV_SPLIT apart.
     float weigh(const float* scores, const Keys& seen, float top, float scale, long panels, T* weights) const {
         const F shift = set1(top == -INFINITY ? 0.0f : top);
         // Subtracting the top before scaling makes the largest weight e^0, for scores of any size.
@@ -371,9 +374,9 @@ class Attention {
 
 constexpr long QUERY_ROWS = 48;
 
-// Splits [first, end) of the keys for one tile, folded from left to right. `memory`: the place of the result, a
-// Partial; null for a task with all of the keys, which stores the attention's output. `place`: splits of large tasks
-// before this one.
+// A task: splits [first, end) of the keys for one tile, folded from left to right. `memory`: the memory for the result,
+// a Partial. Null for a task with all keys, which stores the attention's output instead. `place`: the number of splits
+// in the large tasks before this task.
 struct AttentionTask {
     QueryTile tile;
     long first, end;
@@ -382,11 +385,12 @@ struct AttentionTask {
 };
 
 // Cuts a batch into tasks. A sequence with more queries than fit in one tile is cut into tiles. For every other
-// sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences share a task
-// for a split, and read it once, if they have equally many queries, if all their queries see all of the split, and if
-// they have the same blocks from the first such split to the end of this one. The splits that such sequences share from
-// split 0 on become a single task, which leaves a single part to fold. This requires that the task has many rows
-// (`is_large`), and that such tasks divide evenly among the threads, or number four or more for each.
+// sequence, each split is a task, so that a long sequence keeps all threads busy. Neighbouring sequences may share a
+// task for a split, which then reads the split once. The sequences must have equally many queries, and all their
+// queries must see the whole split. The blocks of the sequences must also be the same from the first shared split to
+// the end of the current split. The splits that sequences share from split 0 on become a single task with a single part
+// to fold. A joined task must have many rows (`is_large`). The number of joined tasks must be at least four for each
+// thread, or divide evenly among the threads.
 template <class T>
 class AttentionPlan {
   public:
@@ -450,7 +454,8 @@ class AttentionPlan {
         return has_split(i, split) && (split == 0 || split >= first_parts_[i]);
     }
 
-    // Returns how many sequences from i on share a task that begins with this split; 1 if i has no such task.
+    // Returns the number of sequences from i on that share a task beginning with this split; 1 if i shares no such
+    // task.
     long members(long i, long split) const {
         if (!begins_task(i, split)) return 1;
         const auto joins = [&](long j) {
@@ -466,8 +471,8 @@ class AttentionPlan {
         long first, end;
     };
 
-    // The splits that a sequence shares with the one before it: both have the same blocks there, and all queries of
-    // both see all of each split.
+    // The splits that a sequence shares with the previous sequence. In a shared split, both sequences have the same
+    // blocks, and all queries of both sequences see the whole split.
     Splits shared_with_previous(long i) const {
         if (i == 0 || queries(i - 1) != queries(i)) return {0, 0};
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
@@ -486,16 +491,17 @@ class AttentionPlan {
     const Attention<T> op_;
     const long most_;
     long splits_ = 0;
-    // By sequence: the splits shared with the sequence before it, and the end of the splits joined into its task of
-    // split 0.
+    // For each sequence: the splits shared with the previous sequence, and the end of the splits that are joined into
+    // the task of split 0.
     Splits* const shared_;
     long* const first_parts_;
 };
 
 // Runs the tasks of a batch: first `large` ones, then `small` ones, which are single splits of few rows. A large task
-// computes for long and reads little; a small one is the opposite. So up to MOST_FOLLOWERS small tasks follow each
-// split of a large task on its thread, which prefetches their keys and values while it computes the split. At least an
-// eighth of the small tasks, rounded down, follow none and come last, so that the threads finish close together.
+// computes much and reads little; a small task computes little and reads much. Up to MOST_FOLLOWERS small tasks
+// therefore follow each split of a large task on the same thread. The thread prefetches keys and values of these
+// followers while it computes the split. At least an eighth of the small tasks, rounded down, do not follow a large
+// task. These tasks run last, so that the threads finish close together.
 template <class T>
 class AttentionRun {
   public:
@@ -523,13 +529,13 @@ class AttentionRun {
     }
 
   private:
-    // The task that a unit begins with. Units past the last one have the last one's task.
+    // The first task of a unit. For a unit past the last unit, the first task of the last unit.
     const AttentionTask& leader(long unit) const {
         const long u = smaller(unit, units_ - 1);
         return tasks_[u < large_ ? u : u + followers_];
     }
 
-    // Computes one split of a leader and its followers. Split `next_split` of `next` comes after them.
+    // Computes one split of a leader and its followers. Split `next_split` of `next` comes after the followers.
     void reduce(
         const AttentionTask& task, long split, const AttentionTask& next, long next_split, const Partial& out
     ) const {
@@ -538,7 +544,7 @@ class AttentionRun {
         visit_followers(task, split, [&](const AttentionTask& follower) {
             op_.look_ahead(follower.tile, follower.first, ahead);
         });
-        // The followers' keys are already in `ahead`, so the next leader's keys are fetched in their place.
+        // The followers' keys are already in `ahead`, so this split prefetches the next leader's keys instead.
         op_.reduce(task.tile, split, next.tile, next_split, out, ahead);
         const auto compute = [&](const QueryTile& later, long later_split) {
             op_.reduce(small->tile, small->first, later, later_split, Partial(small->memory, op_.rows(small->tile)));
@@ -561,9 +567,9 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`. Between runs
-// they may change into other arguments that the plan `serves`. The plan lies in scratch memory of the thread that made
-// it. It is valid until that thread plans again or runs the head.
+// The attention of a batch, planned once, which may run several times. The plan keeps a reference to `args`. Between
+// runs, `args` may change to other arguments that the plan `serves`. The plan lies in scratch memory of the thread that
+// created it, and is valid until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {
   public:
@@ -621,7 +627,7 @@ class PlannedAttention {
         });
     }
 
-    // For every sequence, key-value head and split that begins a part: where the sequence's rows of that part begin.
+    // For every sequence, key-value head and split that begins a part: the first row of the sequence in that part.
     Partial* part(long sequence, long kv_head, long split) const {
         return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_ + split - plan_.first_split(sequence);
     }

@@ -3,7 +3,7 @@
 //
 // A packed matrix [rows, columns] is stored in panels of 16 rows. For each step over the columns, a panel holds the
 // values of its 16 rows side by side: one float32 per row, or a pair of bfloat16 of neighbouring columns. Rows are
-// padded with zeros to a multiple of 16, columns to a multiple of COLUMN_MULTIPLE.
+// padded with zeros to a multiple of 16. Columns are padded with zeros to a multiple of COLUMN_MULTIPLE.
 #pragma once
 
 #include <math.h>
@@ -43,7 +43,7 @@ struct Matrix {
     }
 };
 
-// A root mean square norm. `weight`: null if there is none. `zero_centered`: it multiplies by 1 + weight.
+// A root mean square norm. `weight`: null if there is no norm. `zero_centered`: multiply by 1 + weight.
 template <class T>
 struct Norm {
     const T* weight;
@@ -51,7 +51,7 @@ struct Norm {
     bool zero_centered;
 };
 
-// Rows of activations [count, columns], and the norm that is applied to them first.
+// Rows of activations [count, columns], and the norm that is applied to the rows first.
 template <class T>
 struct Input {
     const T* data;
@@ -77,8 +77,9 @@ struct GateUpArgs {
     T* out;
 };
 
-// The experts of a router's logits [count, experts], by ascending id, and their gates, both [count, top_k].
-// `is_normed`: gates are shares among the row's experts instead of all experts. `is_replayed`: `chosen` is an input.
+// The experts chosen by a router's logits [count, experts], in ascending order, and the gates. Experts and gates are
+// [count, top_k]. `is_normed`: gates sum to 1 over the row's experts, instead of over all experts. `is_replayed`:
+// `chosen` is an input.
 template <class T>
 struct RouteArgs {
     const T* logits;
@@ -89,8 +90,8 @@ struct RouteArgs {
 };
 
 // `x` and `out`: [count, columns of gate_up]. The matrices and biases of all experts are stored one below the other, as
-// in `ExpertsWeights` of kernels/contract.py. Each begins with a panel. `shared`, `residual`: [count, ...], added in
-// turn.
+// in `ExpertsWeights` of kernels/contract.py. Each expert's matrix begins at a panel. `shared`, `residual`: [count,
+// ...], added in this order.
 template <class T>
 struct ExpertsArgs {
     const T* x;
@@ -105,8 +106,8 @@ struct ExpertsArgs {
     T* out;
 };
 
-// The steps that lead to `experts`, which here lacks x, chosen, gates and shared. Without a shared expert,
-// `shared_gate` has no rows. `active`: memory for the shared expert's inner rows.
+// The steps of a mixture up to `experts`. The members x, chosen, gates and shared of `experts` are not set yet. Without
+// a shared expert, `shared_gate` has no rows. `active`: memory for the shared expert's inner rows.
 template <class T>
 struct MixtureArgs {
     Input<T> x;
@@ -135,12 +136,12 @@ struct QkvArgs {
     Input<T> x;
     Matrix<T> weights[3];
     const T* biases[3];  // or null
-    Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all heads at once
+    Norm<T> norms[2];     // of q and k, over each head or, if `over_heads`, over all heads at once
     bool over_heads;
     long pairs;                    // rotated pairs of a head; the rest of the head stays unchanged
     const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
-    T *q, *gates;  // `gates`: null, or for the gate values after each head's query
+    T *q, *gates;  // `gates`: null, or memory for the gate values after each head's query
     long stride;   // from one head to the next, of q and of gates
     Caches<T> caches;
 
@@ -165,8 +166,8 @@ constexpr long NO_WINDOW = 1l << 62;
 
 constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
 
-// As `StateBatch` in kernels/contract.py: each sequence's rows, and the slots of its state before them, or -1 for none,
-// and after them.
+// As `StateBatch` in kernels/contract.py: each sequence's rows, the slot of its state before these rows (-1 for none),
+// and the slot of its state after these rows.
 struct StateBatch {
     long sequences;
     const int64_t *starts, *reads, *writes;
@@ -182,8 +183,8 @@ struct ConvolveArgs {
     T* out;
 };
 
-// `qkv`: [rows, channels]. `a`, `b`: [rows, value_heads]. `decay`, `bias`: [value_heads]. `states`: [slots, value_heads,
-// key_dim, value_dim]. `out`: [rows, value_heads, value_dim].
+// `qkv`: [rows, channels]. `a`, `b`: [rows, value_heads]. `decay`, `bias`: [value_heads]. `states`: [slots,
+// value_heads, key_dim, value_dim]. `out`: [rows, value_heads, value_dim].
 template <class T>
 struct DeltaRuleArgs {
     const T *qkv, *b, *a, *decay, *bias;
@@ -195,8 +196,8 @@ struct DeltaRuleArgs {
     long channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
 
-// The arguments of a delta net's ops in order. `inputs`: the products for q, k and v side by side, for z, for b and for
-// a. z gates the normed output (`norm`).
+// The arguments of a delta net's ops in order. `inputs`: the products for (q, k, v) side by side, for z, for b and for
+// a. The gate z multiplies the output after `norm`.
 template <class T>
 struct DeltaNetArgs {
     LinearArgs<T> inputs[4];
@@ -205,9 +206,9 @@ struct DeltaNetArgs {
     Norm<T> norm;
 };
 
-// The arguments of a layer's ops in order. Each op reads the results of the ops before it. A layer has a delta net, or
-// queries and attention; and a mixture, or an MLP. `after_mixer` and `after_mlp`: norms of outputs before they are
-// added to a residual.
+// The arguments of a layer's ops in order. Each op reads the results of the ops before it. A layer has either a delta
+// net or queries and attention, and either a mixture or an MLP. `after_mixer` and `after_mlp`: norms of outputs,
+// applied before an output is added to a residual.
 template <class T>
 struct LayerArgs {
     bool has_delta_net, has_experts;
@@ -225,8 +226,8 @@ struct LayerArgs {
 // As in kernels/contract.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
-// `count` requests. `rows`: the row of `hidden` that each one reads. `targets`: SAMPLE, GREEDY, or the id of the token
-// to score. `raw`: the log-prob is computed from the logits as they are, without the temperature.
+// `count` requests. `rows`: the row of `hidden` that each request reads. `targets`: SAMPLE, GREEDY, or the id of the
+// token to score. `raw`: compute the log-prob from the logits without the temperature.
 template <class T>
 struct HeadArgs {
     const T* hidden;
@@ -256,7 +257,7 @@ struct MergeArgs {
     float scale;
     T* out;
 
-    // The arguments for the rows of one panel, with `to` as the output.
+    // Returns the arguments for the rows of one panel, with `to` as the output.
     MergeArgs panel(long number, T* to) const {
         const long row = number * LANES, count = rows - row < LANES ? rows - row : LANES;
         return {weight + row * columns, count, columns, a, b + row * rank, rank, scale, to};
@@ -282,7 +283,7 @@ struct Ops {
     void (*merge)(const MergeArgs<T>&);
 };
 
-// The places for the statistics of one row; see `TokenStatistics` in kernels/contract.py.
+// Pointers to the memory for the statistics of one row; see `TokenStatistics` in kernels/contract.py.
 struct Statistics {
     float *log_prob, *entropy;
     int64_t* top_ids;       // [k]
@@ -293,7 +294,7 @@ struct InstructionSet {
     const char* name;
     Ops<bf16> bfloat16;
     Ops<float> float32;
-    // The maximum of n float32 values and the sum of their exponentials relative to it.
+    // The maximum of n float32 values, and the sum of e^(value - maximum).
     void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
     void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
     void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
@@ -319,7 +320,8 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// Held during a call into the library. Allows one call at a time, on `threads` threads, with the default float mode.
+// A guard that is held during a call into the library. It allows only one such call at a time. The call runs on
+// `threads` threads, with the default float mode.
 class Call {
   public:
     explicit Call(long threads);
@@ -330,8 +332,8 @@ class Call {
     const unsigned float_mode_;
 };
 
-// Held during a call that may run while another thread holds a `Call`. It then runs on the calling thread alone. If no
-// `Call` is held, it runs on the threads of the last one.
+// Held during a call that may run concurrently with a `Call` of another thread. While a `Call` is held, a call of this
+// kind uses only the calling thread. If no `Call` is held, a call of this kind uses the threads of the last `Call`.
 class CallBeside {
   public:
     CallBeside();
@@ -351,8 +353,8 @@ class CallBeside {
     const bool has_pool_;
 };
 
-// Memory of the calling thread for one purpose, aligned to 64 bytes. Valid until the thread asks for the same purpose
-// again.
+// Memory of the calling thread for one purpose, aligned to 64 bytes. Valid until the thread requests memory for the
+// same purpose again.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, ORDER, ENDS, PIECES, GATHERED,

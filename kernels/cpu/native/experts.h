@@ -1,9 +1,10 @@
-// Mixtures of experts: which experts a row goes to, and the sum of their outputs. A part of kernels.h.
+// Mixtures of experts: the choice of each row's experts, and the sum of the experts' outputs. A part of kernels.h.
 //
-// Rows are sorted by expert, so that each expert's panels are read once for all its rows. A row's experts are added one
-// after the other by the single task that owns the columns. So their order depends on neither threads nor other rows.
+// Rows are sorted by expert, so that each expert's panels are read once for all its rows. For each column, a single
+// task adds a row's experts one by one. The order of the additions therefore depends neither on threads nor on other
+// rows.
 
-// Writes the ids of the k highest scores in ascending order. Among equal scores the lower ids win. The ids are distinct
+// Writes the ids of the k highest scores in ascending order. Among equal scores, lower ids win. The ids are distinct
 // even if some scores are NaN.
 inline void choose(const float* scores, long count, long k, int32_t* chosen) {
     const auto move_up = [&](int32_t id, long place, const auto& is_before) {
@@ -55,8 +56,8 @@ struct Piece {
     long expert, first, count;
 };
 
-// The (row, expert) pairs of some rows, sorted by expert, then by row. Lies in scratch memory of the thread that made
-// it.
+// The (row, expert) pairs of some rows, sorted by expert, then by row. The pairs lie in scratch memory of the thread
+// that created the object.
 class SortedRows {
   public:
     SortedRows(const int32_t* chosen, long rows, long top_k, long experts)
@@ -113,7 +114,7 @@ class RoutedRows {
     }
 
   private:
-    // Copies the rows into sorted order and pads them with zeros to whole steps. Pads the inner rows too.
+    // Copies the rows into sorted order, padded with zeros to whole steps. Also pads the inner rows.
     void gather() const {
         const long K = args_.gate_up.columns;
         parallel(round_up(rows_.pairs(), NORM_ROWS) / NORM_ROWS, [&](long task) {
@@ -152,7 +153,7 @@ class RoutedRows {
         });
     }
 
-    // Activates 16 inner columns. The product with gate is at `c`, the product with up `distance` further on.
+    // Activates 16 inner columns. The product with gate is at `c`, and the product with up is at `c` + `distance`.
     void activate_inner(const Piece& piece, long row, long column, const float* c, long distance) const {
         F gate = load(c), up = load(c + distance);
         if (args_.gate_up_bias != nullptr) {
@@ -185,7 +186,7 @@ class RoutedRows {
         });
     }
 
-    // Wide tasks read longer runs of memory, but every thread should get several tasks.
+    // Wide tasks read longer runs of memory, but tasks must be narrow enough that every thread gets several.
     static long down_width(long panels) {
         long width = 4;
         while (width > 1 && panels < 4 * width * num_threads()) width /= 2;
@@ -227,8 +228,8 @@ class RoutedRows {
     float* const sums_;
 };
 
-// The average number of rows per expert in one part of many rows. With so many, the cost of reading an expert's weights
-// is negligible.
+// Many rows are split into parts with this average number of rows per expert. With so many rows, the cost of reading an
+// expert's weights is negligible.
 constexpr long EXPERT_ROWS = 64;
 
 template <class T>
@@ -255,8 +256,8 @@ void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* score
     });
 }
 
-// All steps of a mixture, from the norm before it to the sum with the residual. `after`: the norm of its output, if
-// any.
+// All steps of a mixture, from the first norm to the sum with the residual. `after`: the norm of the mixture's output,
+// if any.
 template <class T>
 void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
     Input<T> x = {args.x.data, args.x.count, args.x.columns, {}};

@@ -30,8 +30,8 @@ void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
     });
 }
 
-// The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK as in `head`.
-// `weighted`: the sum of (x - peak) e^(x - peak), if requested.
+// The maximum of n values, and the sum of e^(x - maximum), cut at multiples of CHUNK as in `head`. `weighted`: the sum
+// of (x - peak) e^(x - peak), if requested.
 struct LogSumExp {
     float peak = -INFINITY, total = 0.0f, weighted = 0.0f;
 
@@ -45,7 +45,8 @@ struct LogSumExp {
         peak = top;
     }
 
-    // `weighted` for a peak that is lower by `distance`. The value is arbitrary if the exponential of `distance` is 0.
+    // Converts `weighted` to a peak that is lower by `distance`. The result is arbitrary if the exponential of
+    // `distance` is 0.
     float moved(float distance) const { return weighted + (distance < LEAST ? LEAST : distance) * total; }
 
     float entropy() const {
@@ -106,13 +107,13 @@ inline void raise_bound(float* bound, float value) {
 }
 
 // The k highest values of a row with their ids, descending, the lower id first among equal values. The result does not
-// depend on the order in which threads offer values. For a row with NaN it is arbitrary.
+// depend on the order in which threads offer values. The result for a row with NaN is arbitrary.
 struct Highest {
     long k;
     float* values;
     int64_t* ids;
     long count = 0;
-    float bound = NAN;  // values up to this are rejected; NaN while -inf may still be accepted
+    float bound = NAN;  // values up to this bound are rejected; NaN as long as even -inf is accepted
     bool is_held = false;
 
     // Offers the ids [first, first + n). `most` is their highest value.
@@ -143,8 +144,7 @@ struct Highest {
     }
 };
 
-// Turns the highest values into log-probs. A row without a distribution gets fixed ids, which do not depend on the
-// threads.
+// Converts the highest values to log-probs. A row without a distribution gets fixed ids, independent of the threads.
 inline void finish_statistics(const LogSumExp& all, const Highest& highest, float* entropy) {
     *entropy = all.entropy();
     for (long i = 0; i < highest.k; ++i) {
@@ -167,9 +167,9 @@ void statistics(const float* x, long n, int64_t token, long k, const Statistics&
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). The key is
-// the two halves of the seed. The counter is (id / 4, low half of the position, high half, 0); id % 4 selects the word.
-// c[word] holds that word of 16 counters, ordered so that `transpose_quarters` puts all 64 words in the order of the
-// ids.
+// the two halves of the seed. The counter is (id / 4, low half of the position, high half of the position, 0); id % 4
+// selects the word. c[word] holds this word for 16 counters. The counters are ordered so that `transpose_quarters` puts
+// all 64 words in the order of the ids.
 inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) {
     static constexpr uint32_t order[LANES] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     c[0] = add(set1(first / 4), load(order));
@@ -188,7 +188,7 @@ inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) 
     }
 }
 
-// A float32 u in (0, 1) for each of those ids, in order.
+// A float32 u in (0, 1) for each of the 64 ids, in order.
 inline void uniform(uint64_t seed, uint64_t position, uint32_t first, F (&u)[4]) {
     U words[4];
     philox(seed, position, first, words);
@@ -199,7 +199,7 @@ inline void uniform(uint64_t seed, uint64_t position, uint32_t first, F (&u)[4])
     transpose_quarters(u);
 }
 
-// The id with the highest value, the lower one among equal values. A value of -inf is never the best.
+// The id with the highest value, the lower id among equal values. A value of -inf is never the best.
 struct Best {
     float value;
     int64_t id;
@@ -245,10 +245,10 @@ inline Best greedy_in_chunk(const float* x, long n, long first) {
 
 // Like `greedy_in_chunk`, with standard Gumbel noise -ln(-ln(1 - u)) added (Gumbel-max).
 //
-// `bound`: a value that some id of the row is known to reach. Ids that cannot reach it are skipped, which changes the
-// best of a chunk but never the best of the row. Since -ln(1 - u) >= u, a value x + noise can reach b only if u <=
-// exp(x - b). Since u >= 2^-33, it never can if x < b - 22.9. The margin covers rounding, and the exponential for
-// bfloat16, which is accurate enough here.
+// `bound`: a value that some id of the row is known to reach. Ids that cannot reach the bound are skipped, which may
+// change the best of a chunk but never the best of the row. Since -ln(1 - u) >= u, a value x + noise can reach b only
+// if u <= exp(x - b). Since u >= 2^-33, no value with x < b - 22.9 can reach b. The margin covers rounding. The
+// exponential for bfloat16 is accurate enough here.
 inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
     constexpr float MOST_NOISE = 23.0f;
     const Padded padded(x, n);

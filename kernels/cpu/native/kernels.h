@@ -1,11 +1,12 @@
-// The ops, written once over 16 lanes. Each isa/*.cpp includes this file in its own namespace, after it has defined the
-// vector type F (16 float32), the integer type U (16 uint32) and ACCUMULATORS, the number of F that fit into registers
-// beside the operands of a product. HAS_DOT_BF16 and HAS_TILES say which bfloat16 instructions are available.
+// The ops, written once over 16 lanes. Each isa/*.cpp includes this file in its own namespace. Before the include, each
+// isa/*.cpp defines the vector type F (16 float32), the integer type U (16 uint32) and ACCUMULATORS. ACCUMULATORS is
+// the number of F that fit into registers beside the operands of a product. HAS_DOT_BF16 and HAS_TILES give the
+// available bfloat16 instructions.
 //
-// A row's result does not depend on other rows. Products sum each element by itself, in one order (products.h).
+// A row's result does not depend on other rows. Products sum each element separately, in one order (products.h).
 // Attention reduces each split of the keys row by row and folds the splits in order (attention.h). A recurrence
-// processes the tokens of a sequence one by one (recurrence.h). A row's experts are added one by one (experts.h).
-// Everything else is computed row by row.
+// processes the tokens of a sequence one by one (recurrence.h). A row's experts are added one by one (experts.h). All
+// other ops compute row by row.
 
 #include "numbers.h"
 #include "products.h"

@@ -1,6 +1,6 @@
 // A run of layers. A part of kernels.h.
 
-// Norms each head's output and multiplies it by the SiLU of its gate z.
+// Norms each head's output and multiplies the result by the SiLU of the gate z.
 template <class T>
 void norm_and_gate(const DeltaNetArgs<T>& args) {
     const long heads = args.delta_rule.value_heads, V = args.delta_rule.value_dim, count = args.inputs->x.count;
@@ -25,7 +25,7 @@ void delta_net(const DeltaNetArgs<T>& args) {
     norm_and_gate(args);
 }
 
-// `attention`: planned for `args`, which are replaced by the layer's arguments.
+// `attention`: a plan for `args`. This function replaces `args` by the layer's arguments.
 template <class T>
 void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, AttentionArgs<T>& args) {
     qkv(layer.qkv);
@@ -44,7 +44,8 @@ void finish_layer(const LayerArgs<T>& layer) {
     project_back(layer.down, layer.after_mlp);
 }
 
-// Runs layers one after the other, all on one batch. Attention is planned again when the plan does not serve a layer.
+// Runs layers one after the other, all on one batch. Attention is planned again for a layer that the current plan does
+// not fit.
 template <class T>
 void layers(const LayerArgs<T>* layer, long count) {
     const LayerArgs<T>* const end = layer + count;

@@ -1,8 +1,8 @@
 // `Backend.merge`: weights with a merged adapter. A part of kernels.h.
 //
-// Each element adds its products one by one, and products are rounded before they are added. So its bits are the same
-// on every instruction set, and in torch. `exact_bf16` is used because AVX-512's own rounding to bfloat16 flushes
-// denormal numbers.
+// Each element adds its products one by one, and each product is rounded before the addition. The bits are therefore
+// the same on every instruction set, and in torch. `exact_bf16` is used because AVX-512's own rounding to bfloat16
+// flushes denormal numbers.
 
 constexpr long MERGE_ROWS = 4, MERGE_VECTORS = 4;
 

@@ -8,7 +8,7 @@ inline U exact_bf16(F x) {
     return select_nan(x, set1(0x7FC0u), nearest);
 }
 
-// The machine's own instructions, where used, treat denormal numbers as zero.
+// The CPU's own conversion instructions, used on some instruction sets, treat denormal numbers as zero.
 #ifdef HAS_DOT_BF16
 inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
@@ -36,8 +36,8 @@ inline F rounded<float>(F x) { return x; }
 template <>
 inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
 
-// Stores two vectors one after the other, and adds the stored values to `sums`. Only the sum over all lanes has a
-// meaning: which lane adds which value depends on the instruction set.
+// Stores two vectors one after the other, and adds the stored values to `sums`. Only the sum over all lanes is
+// meaningful, since the instruction set determines the lane that adds a value.
 inline void store_and_add(float* p, F x, F y, F& sums) {
     store(p, x), store(p + LANES, y);
     sums = add(add(sums, x), y);
@@ -70,8 +70,8 @@ inline void store(T* p, F x, long n) {
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
 }
 
-// e^x to about one unit in the last place: x = n ln 2 + r, with e^r by its Taylor polynomial of degree 7. The bounds
-// lie far beyond the range of float32, and keep NaN.
+// e^x to about one unit in the last place: x = n ln 2 + r, with e^r by its Taylor polynomial of degree 7. The bounds on
+// x lie far beyond the range of float32, and keep NaN.
 inline F exp(F any) {
     const F x = max(set1(-200.0f), min(set1(200.0f), any));
     const F n = round(mul(x, set1(1.44269504f)));
@@ -86,8 +86,8 @@ inline F exp(F any) {
     return times_power_of_2(add(set1(1.0f), p), n);
 }
 
-// e^(scale x), for a result that is rounded to T. For bfloat16 it is accurate to 3e-6, as a power of 2: 2^floor(y)
-// times a polynomial of the fraction, which is 1 at 0.
+// e^(scale x), for a result that is rounded to T. For bfloat16, the result is accurate to 3e-6. With y = scale x / ln
+// 2, the result is 2^floor(y) times a polynomial of the fraction, which is 1 at 0.
 template <class T>
 inline F scaled_exp(F x, float scale) { return exp(mul(x, set1(scale))); }
 template <>
@@ -121,8 +121,8 @@ inline F log(F x) {
     return fma(n, set1(0.693148613f), add(f, small));
 }
 
-// -ln(1 - u) for u in (0, 1), with full resolution for small u: 1 - u is rounded to y, and the log of y is corrected
-// for the rounding error.
+// -ln(1 - u) for u in (0, 1), with full resolution for small u. 1 - u is rounded to y, and ln y is corrected for the
+// rounding error.
 inline F exponential(F u) {
     const F y = sub(set1(1.0f), u);
     const F lost = sub(sub(set1(1.0f), y), u);

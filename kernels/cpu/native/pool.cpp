@@ -19,12 +19,12 @@
 namespace trueroll {
 namespace {
 
-// 20 to 100 microseconds, depending on how long the CPU pauses. This is longer than the pause between two ops of a
-// model, and too short to be noticed.
+// 20 to 100 microseconds, depending on how long the CPU pauses. This spin time exceeds the pause between two ops of a
+// model, but is too short to be noticed.
 constexpr int SPINS = 2000;
 
-// How long a caller stays awake while it waits for the other threads' last tasks. Waking a sleeping caller takes at
-// most a twentieth of this.
+// The time that a caller stays awake while it waits for the other threads' last tasks. Waking a sleeping caller takes
+// at most a twentieth of this time.
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds AWAKE{1};
 
@@ -51,8 +51,8 @@ class Pool {
         if (!finishes_soon(tasks)) sleep_until_finished(tasks);
     }
 
-    // When one thread is requested, the others sleep. So calls that alternate between one thread and many start no new
-    // threads.
+    // If one thread is requested, the other threads sleep but do not exit. Calls that alternate between one and many
+    // threads therefore start no new threads.
     void resize(long threads) {
         threads_ = threads;
         if (threads == 1 || threads == static_cast<long>(workers_.size()) + 1) return;
@@ -66,8 +66,8 @@ class Pool {
     long size() const { return threads_; }
 
   private:
-    // Waits awake for a short time, and returns whether all tasks are finished. If another process computes on this
-    // core, the first yield takes longer.
+    // Waits for a short time without sleeping, and returns whether all tasks are finished. If another process computes
+    // on this core, the first yield takes longer.
     bool finishes_soon(long tasks) {
         for (int spins = 0; spins < SPINS; ++spins, relax())
             if (finished_.load() == tasks) return true;
@@ -76,8 +76,7 @@ class Pool {
         return finished_.load() == tasks;
     }
 
-    // Frees this core, since another thread has a long task, or has lost its core in the middle of a task and may need
-    // this one.
+    // Frees this core. Another thread has a long task, or has lost its core during a task and may need this core.
     void sleep_until_finished(long tasks) {
         std::unique_lock<std::mutex> lock(mutex_);
         caller_sleeps_.store(true);
@@ -90,14 +89,14 @@ class Pool {
         long finished = 0;
         while (ticket >> 32 == job && static_cast<uint32_t>(ticket) != 0) {
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) continue;
-            // The job cannot end, nor its description change, before this thread has reported its finished tasks.
+            // Until this thread has reported its finished tasks, the job cannot end and its description cannot change.
             function_(context_, tasks_ - static_cast<long>(static_cast<uint32_t>(ticket)));
             ++finished;
             ticket = ticket_.load();
         }
         if (finished == 0) return;
-        // The caller first sets `caller_sleeps_`, then checks `finished_`. This is the opposite order, so no wake-up is
-        // lost.
+        // The caller first sets `caller_sleeps_`, then checks `finished_`. This thread uses the opposite order, so no
+        // wake-up is lost.
         finished_.fetch_add(finished);
         if (caller_sleeps_.load()) {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -138,7 +137,7 @@ class Pool {
     std::atomic<bool> stopping_{false};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<int> sleepers_{0};
-    // The newest job's number in the upper half, and its number of unclaimed tasks in the lower half.
+    // The number of the newest job in the upper half, and the job's count of unclaimed tasks in the lower half.
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<long> finished_{0};
     void (*function_)(const void*, long) = nullptr;
@@ -146,8 +145,8 @@ class Pool {
     long tasks_ = 0;
 };
 
-// Never destroyed, since its threads may outlive the statics of this library. Replaced after a fork, since no thread
-// survives one.
+// The pool is never destroyed, since its threads may outlive the statics of this library. The pool is replaced after a
+// fork, since no thread survives a fork.
 Pool* pool = new Pool;
 std::mutex* caller = new std::mutex;
 
@@ -204,8 +203,8 @@ void set_float_mode(unsigned) {}
 constexpr unsigned DEFAULT_FLOAT_MODE = 0;
 #endif
 
-// The caller may flush denormal numbers, which is a setting of each thread. New threads of the pool inherit their
-// creator's.
+// The caller may flush denormal numbers. The setting belongs to a thread, and new threads of the pool inherit their
+// creator's setting.
 Call::Call(long threads) : float_mode_(read_float_mode()) {
     caller->lock();
     set_float_mode(DEFAULT_FLOAT_MODE);

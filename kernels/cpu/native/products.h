@@ -1,11 +1,11 @@
 // Matrix products. A part of kernels.h.
 //
-// Each element of a product has its own accumulator, to which the steps over K are added in order. This holds for tiles
-// of any shape.
+// Each element of a product has its own accumulator. For tiles of any shape, the accumulator adds the steps over K in
+// order.
 
-// The most steps of a packed matrix that are multiplied before the next block is read.
+// The maximum number of steps of a packed matrix that are multiplied before the next block is read.
 constexpr long BLOCK = 128;
-// The most panels in one product: those of a head of size 512, or of a chunk of the vocabulary.
+// The maximum number of panels in one product, needed for a head of size 512 or a chunk of the vocabulary.
 constexpr long MAX_PANELS = 32;
 
 template <int M, int N>
@@ -65,7 +65,8 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 // One product: c[m][16 * n + lane] (+)= the sum over the rounds and their steps of a[m] times b[round][n]. `stride`:
 // from one step of a panel to the next. `width`: panels in a round. The product also prefetches data for later: at each
 // step, the line at next[round][n] + next_offset + step * next_stride. `multiply` passes over the panels once for every
-// few rows. All passes share one table `next`, or each pass has its own, `next_table` entries after the previous one.
+// few rows. All passes share one table `next`, or each pass has its own table, `next_table` entries after the previous
+// pass's table.
 template <class T>
 struct Factors {
     const T* a;
@@ -112,7 +113,8 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
     return tiles[m - 1];
 }
 
-// Changes the factors in place and restores them. A copy would have to wait for the stores that just filled them.
+// Changes the factors in place and restores them. A copy would have to wait for the stores that just filled the
+// factors.
 template <class T, int N>
 void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
@@ -120,7 +122,7 @@ void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ld
     const T *const a = factors.a, *const *const next = factors.next;
     const long stride = factors.next_stride;
     const bool shared = factors.next_table == 0;
-    // Each tile prefetches its share, so that fetching takes as long as computing.
+    // Each tile prefetches its share of the data, so that fetching takes as long as computing.
     const long share = shared ? factors.steps * stride / parts : 0;
     if (shared) factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
@@ -150,7 +152,8 @@ void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
-// The most rows that `multiply` processes in one pass over its panels, except for a last odd one.
+// The maximum number of rows that `multiply` processes in one pass over its panels. The last pass may include one more
+// row.
 template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
@@ -160,8 +163,8 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
 // c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. The steps are cut into equal blocks,
 // so that the last block of a panel is long enough to prefetch the first block of the next panel. Each block is summed
-// from zero and added to the sum of the blocks before it; AMX continues from that sum instead. `hop`: the distance from
-// a panel to the one that is read after it.
+// from zero and added to the sum of the previous blocks; AMX instead continues from that sum. `hop`: the distance from
+// a panel to the panel that is read next.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc

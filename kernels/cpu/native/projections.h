@@ -1,10 +1,10 @@
-// The steps of a layer that treat each token by itself: norms, projections, rotation, and the write into the cache. A
-// part of kernels.h.
+// The steps of a layer that process each token separately: norms, projections, rotation, and the write into the cache.
+// A part of kernels.h.
 
 // Norms n values of x. x and out may be the same.
 template <class T>
 void normalize(const T* x, long n, const Norm<T>& norm, T* out) {
-    // Several partial sums have fewer roundings each.
+    // Several partial sums are more accurate, since each has fewer roundings.
     constexpr int SUMS = 4;
     F sums[SUMS] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     long start = 0;
@@ -66,15 +66,14 @@ void for_tiles(long count, long groups, const Body& body) {
 }
 
 // With few rows, threads wait for memory, so fewer and longer tasks are better. With many rows, tasks should divide
-// evenly.
+// evenly among the threads.
 inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
 
-// The distance from a panel to the one that the same thread will most likely read next, if tasks have `width` panels
-// each.
+// The distance from a panel to the panel that the same thread will most likely read next, for tasks of `width` panels.
 template <class T>
 long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
 
-// Some rows of a product, and `width` panels of its columns or the remaining ones.
+// Some rows of a product, and `width` panels of its columns (fewer at the end).
 template <class T>
 void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
     const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
@@ -112,7 +111,7 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
-// Norms rows [count, N] in place and adds the residual to them.
+// Norms rows [count, N] in place, then adds the residual.
 template <class T>
 void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T* rows) {
     parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
@@ -125,7 +124,7 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
-// A product back to hidden states. It is normed before the residual is added, if there is such a norm.
+// The product with `o` or `down`. A norm that follows the product is applied before the residual is added.
 template <class T>
 void project_back(const LinearArgs<T>& args, const Norm<T>& norm) {
     if (norm.weight == nullptr) return linear(args);
@@ -148,7 +147,7 @@ inline F activate(Activation activation, F gate, F up) {
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
     if (activation == Activation::CLAMPED_SILU) {
-        // With the arguments in this order, the bounds keep NaN.
+        // With the arguments in this order, clamping keeps NaN.
         gate = min(set1(CLAMP), gate), slope = mul(gate, set1(CLAMPED_SLOPE));
         up = add(max(set1(-CLAMP), min(set1(CLAMP), up)), set1(1.0f));
     }
@@ -169,8 +168,8 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    // 32 columns of each matrix fill whole cache lines of the output if N is a multiple of 32, so that no two threads
-    // write to the same line.
+    // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. Two threads
+    // therefore never write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
@@ -225,8 +224,8 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
     }
 }
 
-// Rotates one head of q (part 0) or k (1) of one row from `values` to `out`, which may be the same, and writes k into
-// the cache.
+// Rotates one head of q (part 0) or k (part 1) of one row from `values` to `out`, which may be the same memory. Writes
+// k into the cache.
 template <class T>
 void place_head(const QkvArgs<T>& args, long part, long head, long row, const T* values, T* out) {
     const long pairs = args.pairs, rest = args.caches.head_dim - 2 * pairs;
@@ -236,9 +235,9 @@ void place_head(const QkvArgs<T>& args, long part, long head, long row, const T*
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 
-// Finishes one head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. With gates, every second
-// head of q is a gate. If all heads are normed at once, they wait for the norm: heads of k in `keys`, heads of q in
-// their final place.
+// Finishes one head of q (part 0), k (part 1) or v (part 2) for one row, from the product's float32 `c`. With gates,
+// every second head of q is a gate. If one norm covers all heads, heads are stored without the norm at first: heads of
+// k in `keys`, heads of q in their final place.
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
     const long D = args.caches.head_dim;
@@ -264,7 +263,7 @@ void finish_head(const QkvArgs<T>& args, long part, long head, long row, const f
     place_head(args, part, head, row, values, out);
 }
 
-// Norms and places the rows of q (part 0) or k (1), all heads at once.
+// Norms the rows of q (part 0) or k (part 1) over all heads at once, and stores the rows in their final place.
 template <class T>
 void finish_rows(const QkvArgs<T>& args, long part, T* rows) {
     const long D = args.caches.head_dim, width = args.weights[part].rows;

@@ -1,10 +1,10 @@
 // Gated delta nets: the convolution and the recurrence of each sequence, token by token. A part of kernels.h.
 
-// The number of channels of a task, which keeps their weights and a tail.
+// The number of channels of a task. A task keeps the weights and a tail of its channels in scratch memory.
 constexpr long CHANNELS = 256;
 
-// A sequence's rows and the tail before them. `at(row)`: a row, counted from the sequence's first; negative for the
-// tail.
+// A sequence's rows and the tail before these rows. `at(row)`: a row, counted from the sequence's first row; negative
+// for the tail.
 template <class T>
 struct History {
     const T *rows, *tail;
@@ -19,7 +19,7 @@ void convolve_sequence(const ConvolveArgs<T>& args, long sequence, long first, l
     const long C = args.channels, kept = args.kernel - 1, start = args.batch.starts[sequence];
     const long count = args.batch.starts[sequence + 1] - start, read = args.batch.reads[sequence];
     const size_t bytes = static_cast<size_t>(n) * sizeof(T);
-    T* before = scratch<T>(ROW, kept * CHANNELS);  // a copy: the new tail may take its place
+    T* before = scratch<T>(ROW, kept * CHANNELS);  // a copy, since the new tail may overwrite the old tail
     for (long i = 0; i < kept; ++i)
         if (read < 0)
             memset(before + i * CHANNELS, 0, bytes);
@@ -79,7 +79,7 @@ void fill_gates(const DeltaRuleArgs<T>& args, const Gates& gates, long rows) {
     });
 }
 
-// n values of x over the root of the sum of their squares, times `scale`; float32, padded with zeros to whole F.
+// n values of x, divided by the root of the sum of their squares, times `scale`; float32, padded with zeros to whole F.
 template <class T>
 void unit(const T* x, long n, double scale, float* out) {
     F squares = set1(0.0f);
@@ -91,8 +91,9 @@ void unit(const T* x, long n, double scale, float* out) {
     for (long i = 0; i < n; i += LANES) store(out + i, mul(load(x + i, n - i), factor));
 }
 
-// Columns of a state are independent. A task's columns stay in the first-level cache while it processes `TOKENS`
-// tokens, which are prepared together. A single token reads and writes whole rows, in parts of `ROW_PART`.
+// Columns of a state are independent. A task prepares `TOKENS` tokens together. The task's columns stay in the
+// first-level cache while it processes these tokens. For a single token, a task reads and writes whole rows, in parts
+// of `ROW_PART`.
 constexpr long COLUMNS = ACCUMULATORS >= 24 ? 4 : 2, TOKENS = 64, ROW_PART = ACCUMULATORS >= 24 ? 8 : 4;
 
 // Some tokens of one head, with queries and keys from `unit`: [tokens][2][stride].
@@ -126,7 +127,7 @@ void recur_columns(
             read[c] = fma(set1(tokens.key(0)[k]), s, read[c]);
         }
     for (long i = 0; i < tokens.count; ++i) {
-        // The state decays for the next token and is read with its key while it is in registers.
+        // The next token's decay and key are applied while the state is still in registers.
         const bool is_last = i + 1 == tokens.count;
         const float *query = tokens.query(i), *key = tokens.key(i), *next = tokens.key(is_last ? i : i + 1);
         const long row = tokens.first_row + i;
@@ -157,8 +158,8 @@ void recur_columns(
             store(after + k * V + column + c * LANES, load(state + (k * COLUMNS + c) * LANES), rest[c]);
 }
 
-// Prefetches, for each line of this state, a line of the state that will be read next. `state`: null if that is
-// unknown.
+// Prefetches, for each line of this state, a line of the state that will be read next. `state`: null if the next state
+// is unknown.
 struct NextState {
     const float* state;
 
@@ -211,7 +212,7 @@ HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long c
     return {units, stride, count, row, head};
 }
 
-// The initial state of a task, if there is such a task and such a state.
+// The initial state of a task; null if the task does not exist or starts from zeros.
 template <class T>
 NextState next_state(const DeltaRuleArgs<T>& args, long task) {
     const long sequence = task / args.value_heads;

@@ -86,7 +86,7 @@ def test_waiting_threads_sleep_and_are_reused(pool_driver: Path, promise: str) -
 def test_an_unknown_instruction_set_is_refused() -> None:
     library = load_library()
     before = library.instruction_set()
-    with pytest.raises(ConfigError, match="must be one that this machine has, .*portable.* .got 'sse2'"):
+    with pytest.raises(ConfigError, match="must be an instruction set of this machine, .*portable.* .got 'sse2'"):
         library.choose("sse2")
     assert library.instruction_set() == before
 
@@ -95,14 +95,17 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     "text,fault",
     [
         ("int nothing;", "trueroll_declarations"),
-        ('extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }', "other arguments"),
+        (
+            'extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }',
+            "different arguments",
+        ),
     ],
 )
 def test_a_library_of_other_functions_is_refused(text: str, fault: str, tmp_path: Path) -> None:
     source, path = tmp_path / "other.cpp", tmp_path / "other.so"
     source.write_text(text)
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with pytest.raises(OSError, match=f"other.so is of another version: .*{fault}"):
+    with pytest.raises(OSError, match=f"other.so is from a different version: .*{fault}"):
         Library(path)
 
 
@@ -131,7 +134,7 @@ def test_one_unsupported_layer_rules_out_the_kernels() -> None:
 
     assert "a multiple of 16 up to 512 (got 20)" in found(*layers)
     assert found(layers[0], layers[2]) == ""
-    assert found(layers[0], device="cuda") == "it runs on a CPU, not on cuda"
+    assert found(layers[0], device="cuda") == "native CPU kernels do not run on cuda"
     assert "intermediate and hidden sizes that are multiples of 16 (got 40)" in found(*odd, hidden=144)
     assert "(got 130); use the backend reference" in found(odd[0], hidden=130)
     assert found(odd[0], hidden=144) == "" == found(layers[0], hidden=130)

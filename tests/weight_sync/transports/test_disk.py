@@ -187,9 +187,9 @@ FOREIGN_FAULTS = {
 def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: Path | str | None, cause: str) -> None:
     """Assert that the error's text hides the cause, that the log has the cause, and that no file stays open."""
     expected = (
-        f"disk: cannot read a push from {folder}; the folder must lie inside the worker's --push-folder or, without "
-        f"that setting, belong to the worker's user (uid {os.geteuid()}) and be writable by nobody else, as must its "
-        "files; the worker's log has the cause"
+        f"disk: cannot read a push from {folder}; use a folder inside the worker's --push-folder. Without that "
+        f"setting, folder and files must belong to the worker's user (uid {os.geteuid()}), and no other user may "
+        "write them. The worker's log has the cause"
     )
     before = open_files()
     with caplog.at_level(logging.WARNING), pytest.raises(PushError, match=f"^{re.escape(expected)}$"):

@@ -1,4 +1,5 @@
-// AMX tiles for products of bfloat16, AVX-512 for everything else. EMULATE_TILES builds it for tests on any machine.
+// AMX tiles for products of bfloat16, AVX-512 for everything else. With EMULATE_TILES, this file also builds for tests
+// on any machine.
 #if defined(__x86_64__) || defined(EMULATE_TILES)
 #include "isa.h"
 #ifndef EMULATE_TILES

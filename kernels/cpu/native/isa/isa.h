@@ -1,5 +1,5 @@
-// External headers that the ops need. They are all included before BEGIN_TARGET. Functions that several translation
-// units share are then compiled for any machine, since the linker keeps only one copy of each.
+// External headers that the ops need, all included before BEGIN_TARGET. The linker keeps only one copy of a function
+// that several translation units share, so shared functions must be compiled for any machine.
 #pragma once
 
 #include <math.h>

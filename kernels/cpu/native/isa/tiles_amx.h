@@ -1,7 +1,7 @@
 // The product of bfloat16 on AMX tiles: two tiles of up to 16 rows times two panels at a time.
 //
-// A tile instruction sums its 16 steps (32 columns) from zero before it adds them to the accumulator. So the columns
-// are always cut at multiples of 32, for any number of rows.
+// A tile instruction sums its 16 steps (32 columns) from zero and adds the sum to the accumulator. Columns are
+// therefore cut at multiples of 32 for any number of rows.
 
 #ifdef EMULATE_TILES
 #include "tiles_emulated.h"
@@ -83,7 +83,7 @@ inline void multiply_tiles(
             if (part.next_table > 0)
                 part.next += row / PASS_ROWS<bf16> * part.next_table;
             else if (row > 0)
-                part.next = part.b, part.next_stride = part.stride;  // the first pass has already prefetched it
+                part.next = part.b, part.next_stride = part.stride;  // the first pass has prefetched the data
             block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }

@@ -49,7 +49,7 @@ inline U bits(F x) { return BOTH(_mm256_castps_si256(x.v[i])); }
 inline F floats(U x) { return BOTH(_mm256_castsi256_ps(x.v[i])); }
 inline F convert_signed(U x) { return BOTH(_mm256_cvtepi32_ps(x.v[i])); }
 inline F convert_unsigned(U x) {
-    // Both halves and the product are exact, so the sum rounds once.
+    // Both halves and the product are exact, so only the sum rounds.
     const F high = convert_signed(shift_right<16>(x)), low = convert_signed(bit_and(x, set1(0xFFFFu)));
     return add(mul(high, set1(65536.0f)), low);
 }

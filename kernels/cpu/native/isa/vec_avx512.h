@@ -19,8 +19,8 @@ inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F round(F x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F times_power_of_2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// Splits x into a fraction in [0, 1] and an argument of `times_power_of_2` for floor(x): x itself, since that function
-// takes the floor.
+// Splits x into a fraction in [0, 1] and the argument that `times_power_of_2` needs for floor(x). The argument is x
+// itself, since `times_power_of_2` takes the floor.
 inline F split(F x, F& fraction) {
     fraction.v = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return x;

@@ -1,4 +1,4 @@
-// Sixteen lanes as an array, which the compiler vectorizes as it can. No fused multiply-add.
+// Sixteen lanes as an array, which the compiler may vectorize. No fused multiply-add.
 
 struct F {
     float v[16];
