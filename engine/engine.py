@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from trueroll.errors import ConfigError
+
 from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
@@ -224,6 +226,7 @@ class Engine:
             checkpoints_reserved=checkpoints.reserved,
             expert_tokens=self._pipeline.expert_tokens,
             pools=tables.stats(),
+            drafts=self._pipeline.draft_stats(),
             samples_finished=dict(ledger.finished),
         )
 
@@ -233,6 +236,12 @@ class Engine:
 
 
 def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
+    if info.live_states and (drafter is not None or config.speculative != "off"):
+        raise ConfigError(
+            f"speculative must be off for {info.model}: drafts do not work yet with recurrent layers",
+            field="speculative",
+            value=config.speculative,
+        )
     most, adapts = config.num_speculative_tokens, drafter is None
     if drafter is None and config.speculative == "ngram":
         drafter = RepeatsDrafter()

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..scheduling.sequence import Chunks, Lanes, Sequence
+from ..stats import DraftStats
 from .drafter import Draft, Drafter
 from .rule import Pause, StepCosts, choose
-
-
-@dataclass
-class DraftStats:
-    """Lifetime counters.
-
-    `drafts`: chunks with drafted tokens. `drafted`: drafted tokens. `accepted`: drafted tokens that became tokens of a
-    sequence. `drafted_at`, `accepted_at`: the same by position in the draft, from 0.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-
-    def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one draft."""
-        self.drafts += 1
-        self.drafted += num_drafted
-        self.accepted += num_accepted
-        missing = [0] * (num_drafted - len(self.drafted_at))
-        self.drafted_at += missing
-        self.accepted_at += missing
-        for i in range(num_drafted):
-            self.drafted_at[i] += 1
-            self.accepted_at[i] += i < num_accepted
 
 
 class Drafting:
@@ -46,10 +19,14 @@ class Drafting:
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
-        self.stats = DraftStats()
+        self._drafts, self._drafted, self._accepted = 0, [0] * most, [0] * most
         self.costs = StepCosts()
         self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
         self._pauses: dict[Sequence, Pause] = {}
+
+    def stats(self) -> DraftStats:
+        """Return the statistics of the drafter."""
+        return DraftStats(self._drafter.name, self._drafts, tuple(self._drafted), tuple(self._accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """Let the drafter learn from a sequence that a sample leaves for good."""
@@ -78,8 +55,11 @@ class Drafting:
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
         """Count the drafts of a step. `counts`: int64, the number of draws that each decode takes."""
         for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
-            if (draft := decodes.drafts.get(lane)) is not None:
-                self.stats.count(len(draft), count - 1)
+            if draft := decodes.drafts.get(lane):
+                self._drafts += 1
+                for i in range(len(draft)):
+                    self._drafted[i] += 1
+                    self._accepted[i] += i < count - 1
 
     def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         draft = self._drafter.draft(sequence, seed, most)

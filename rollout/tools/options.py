@@ -31,6 +31,8 @@ ENGINE = {
     "decode_state_interval": "Generated tokens between checkpoints; 0: no checkpoints while decoding.",
     "state_budget": "Maximum number of kept checkpoints. Default: the number of intervals in the blocks.",
     "enable_prefix_caching": "Reuse the keys and values of prefixes that were computed before.",
+    "speculative": "Drafting of tokens, which changes no bit: off, or ngram (repeats of the prompt and its samples).",
+    "num_speculative_tokens": "Maximum drafted tokens per sample and step.",
     "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
     "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",
 }
